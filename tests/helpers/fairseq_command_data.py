@@ -117,13 +117,6 @@ def upstream_all(*commands: list[str]) -> subprocess.CompletedProcess:
     return done
 
 
-# fastgen's command with the model's part left to fairseq: what differs then is the pipeline, and nothing may.
-PIPELINE_ONLY = (
-    "import argparse, sys, torch; torch.serialization.add_safe_globals([argparse.Namespace]); "
-    "from fastgen.cli.fairseq.command import generate; sys.exit(generate())"
-)
-
-
 Encode = Callable[[str], str]
 
 

@@ -1,1 +1,1 @@
-"""The fairseq commands: command.py begins and ends them, args.py reads flags, pipeline.py runs fairseq's own loop."""
+"""The fairseq commands: command.py ends them, args.py reads flags, pipeline.py generates, printer.py writes lines."""

@@ -1,4 +1,4 @@
-"""The flags of the fairseq commands, what is wrong with them, and who does what they ask for.
+"""The flags of the fairseq commands, and what is wrong with them.
 
 DATA and --path are not looked at beforehand, for only fairseq's tasks and loaders know what they make of them: an error
 that they have caused gets the name of the argument.
@@ -10,29 +10,25 @@ from __future__ import annotations
 
 import argparse
 import pickle
-import sys
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from functools import partial
-from multiprocessing import get_all_start_methods
 from typing import Any
 
-import torch
-from fairseq import checkpoint_utils, options, scoring, utils
+from fairseq import checkpoint_utils, options, utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
-from fairseq.scoring.bleu import Scorer
-from fairseq_cli import eval_lm  # sets up logging before anything is parsed
+from fairseq_cli import eval_lm
 from fairseq_cli import generate as upstream
 
 import fastgen
-from fastgen.batch.errors import InputError, check_packages
-from fastgen.batch.threads import usable_cpus
+from fastgen.batch.errors import InputError, RunError, check_packages
 from fastgen.cli.fairseq import pipeline
 from fastgen.cli.fairseq.command import add_flags, say
-from fastgen.cli.fairseq.workers import WorkerError
+from fastgen.batch.threads import usable_cpus
 from fastgen.optimizer.fairseq.checkpoints import allowed, refusal
 
 MOST_WORKERS = 8  # unless told otherwise: one that is not needed sleeps, and costs a fork
@@ -43,7 +39,7 @@ NO_MODEL = "Model file not found: "
 
 
 def generate() -> None:
-    """Parses sys.argv, looks for mistakes in it, and generates, with the pipeline where it can do what is asked for."""
+    """Parses sys.argv, looks for mistakes in it, and generates."""
     parser = options.get_generation_parser()
     # fairseq-generate has this flag besides those of its parser, for tasks that ask for the arguments of a model.
     parser.add_argument("--arch", "-a", metavar="ARCH", default="wav2vec2", help="model architecture, for some tasks")
@@ -55,30 +51,20 @@ def generate() -> None:
         metavar="N",
         help="processes that turn the model's output into text while the model runs (default: enough; 0: in between)",
     )
-    what = "processes with a model each, on the CPUs of this machine (default: the model is in this process)"
-    group.add_argument("--workers", type=int, default=0, metavar="N", help=what)
     for name in IN_ANY_CASE:
         what = "accepted for FastSeq's command lines: what it asks for is done in any case"
         group.add_argument(f"--{name.replace('_', '-')}", f"--{name}", action="store_true", help=what)
+    group.add_argument("--workers", help=argparse.SUPPRESS)
     args = parse(parser)
+    if models := vars(args).pop("workers"):
+        raise InputError(f"--workers {models} is no flag of this command (accepted: --num-shards N --shard-id I)")
     for name in IN_ANY_CASE:
         if vars(args).pop(name):
             say(f"--{name.replace('_', '-')} changes nothing: what it asks for is done in any case")
-    names = ("postprocess_workers", "workers", "no_fastgen")
-    workers, models, no_fastgen = (vars(args).pop(name) for name in names)
-    check(args, workers, models)
-    cfg = convert_namespace_to_omegaconf(args)
-    reasons = [] if no_fastgen else unsupported_reasons(cfg, workers or models)
-    needed = f"--num-shards {args.num_shards}" if args.num_shards > 1 else f"--workers {models}" if models else ""
-    if needed and (reasons or (models and no_fastgen)):
-        raise InputError(f"{needed} needs the pipeline: {'; '.join(reasons) or '--no-fastgen'}")
-    if reasons:
-        say(f"without the pipeline: {'; '.join(reasons)}")
-    run(
-        cfg,
-        no_fastgen,
-        upstream.main if reasons or no_fastgen else partial(pipeline.generate, workers=workers, models=models),
-    )
+    workers, no_fastgen = (vars(args).pop(name) for name in ("postprocess_workers", "no_fastgen"))
+    check(args, workers, no_fastgen)
+    main = upstream.main if no_fastgen else partial(pipeline.generate, workers=workers)
+    run(convert_namespace_to_omegaconf(args), no_fastgen, main)
 
 
 def evaluate_language_model() -> None:
@@ -89,12 +75,12 @@ def evaluate_language_model() -> None:
 
 
 def evaluate(cfg: Any, no_fastgen: bool, **unused: Any) -> None:
-    """What each process does. It is found here by the processes that fairseq starts, which import fastgen for it."""
+    """Evaluates in one process. The processes that fairseq starts find it here, and import fastgen for it."""
     run(cfg, no_fastgen, eval_lm.main)
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """sys.argv as fairseq's command reads it; raises InputError where there is no --path, or no DATA at its place."""
+    """Returns what fairseq's command reads in sys.argv; raises InputError if --path, or the folder DATA, is missing."""
     args = options.parse_args_and_arch(parser)
     if args.path is None:
         raise InputError("--path is missing (accepted: the file of a checkpoint)")
@@ -104,21 +90,19 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def check(args: argparse.Namespace, workers: int, models: int) -> None:
-    """Raises InputError where fairseq-generate would stop with an assertion or a traceback."""
+def check(args: argparse.Namespace, workers: int, no_fastgen: bool) -> None:
+    """Raises InputError where fairseq-generate would stop with an assertion or a traceback, or do something else."""
     # Other tasks than translations have no languages, and moses takes English.
     languages = [vars(args).get(f"{side}_lang", "en") for side in ("source", "target")]
-    shard, last = f"--shard-id {args.shard_id}", args.num_shards - 1
+    shard, shards = f"--shard-id {args.shard_id}", args.num_shards
+    ignored = f"--num-shards {shards} is ignored by fairseq's own command (accepted: without --no-fastgen)"
     mistakes = {
         f"--postprocess-workers {workers} (accepted: 0 to {LARGEST_POOL})": not 0 <= workers <= LARGEST_POOL,
-        f"--workers {models} (accepted: 0 to {LARGEST_POOL})": not 0 <= models <= LARGEST_POOL,
-        f"--workers {models} is for CPUs (accepted: with --cpu, or --num-shards and --shard-id with a GPU each)": models
-        and torch.cuda.is_available()
-        and not args.cpu,
         f"--beam {args.beam} (accepted: 1 or more)": args.beam < 1,
         f"--nbest {args.nbest} (accepted: 1 or more)": args.nbest < 1,
         f"--sampling needs --nbest {args.beam}, the value of --beam": args.sampling and args.nbest != args.beam,
-        f"{shard} (accepted: 0 to {last})": not 0 <= args.shard_id <= last,
+        f"{shard} (accepted: 0 to {shards - 1})": not 0 <= args.shard_id < shards,
+        ignored: shards > 1 and no_fastgen,
         "--replace-unk needs --dataset-impl raw": args.replace_unk is not None and args.dataset_impl != "raw",
         "--tokenizer moses needs --source-lang and --target-lang": args.tokenizer == "moses" and None in languages,
     }
@@ -128,30 +112,13 @@ def check(args: argparse.Namespace, workers: int, models: int) -> None:
         check_packages("editdistance", needed_by="--scoring wer")
 
 
-def unsupported_reasons(cfg: Any, workers: int) -> list[str]:
-    """Why this run is left to fairseq-generate's own loop."""
-    name = cfg.scoring if isinstance(cfg.scoring, str) else cfg.scoring._name
-    scorer = scoring.SCORER_REGISTRY.get(name, Scorer)
-    reasons = {
-        "--postprocess-workers 0": not workers,
-        f"processes cannot be forked on {sys.platform}": "fork" not in get_all_start_methods(),
-        "CUDA is in use before the model is loaded, by a module of --user-dir": torch.cuda.is_initialized(),
-        f"--scoring {name} compares token numbers (supported: bleu, and scorers that compare strings)": scorer
-        is not Scorer
-        and not hasattr(scorer, "add_string"),
-    }
-    return [reason for reason, holds in reasons.items() if holds]
-
-
 def run(cfg: Any, no_fastgen: bool, main: Callable[[Any], Any]) -> None:
-    """Calls fairseq's own command, or what stands in for it; raises InputError for errors that it explains."""
+    """Calls `main`, unpatched if so asked; raises InputError for errors of fairseq that it explains."""
     try:
-        with ExitStack() as stock:
-            for context in (fastgen.disabled, allowed) if no_fastgen else ():
-                stock.enter_context(context())
+        with fastgen.disabled() if no_fastgen else nullcontext(), allowed() if no_fastgen else nullcontext():
             main(cfg)
-    except WorkerError as error:
-        raise OSError(f"in a worker process: {error}") from error
+    except BrokenProcessPool as error:
+        raise RunError("a worker process was ended before its work was done") from error
     except Exception as error:
         if explanation := explain(cfg, error):
             raise InputError(explanation) from error
@@ -159,7 +126,7 @@ def run(cfg: Any, no_fastgen: bool, main: Callable[[Any], Any]) -> None:
 
 
 def explain(cfg: Any, error: Exception) -> str | None:
-    """What is wrong with DATA, --path or --lm-path, if that is what an error of fairseq is about."""
+    """Returns what is wrong with DATA, --path or --lm-path, if that is what an error of fairseq is about."""
     message, data, results_path = str(error), getattr(cfg.task, "data", None), cfg.common_eval.results_path
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for path in [frame.f_locals["path"] for frame in frames if frame.f_code.co_name == READS_CHECKPOINTS][:1]:
@@ -181,6 +148,6 @@ def explain(cfg: Any, error: Exception) -> str | None:
 
 
 def _flag(cfg: Any, path: str) -> str:
-    """The flag that gave a checkpoint's path; nothing for files that a model reads besides."""
-    given = {"--path ": cfg.common_eval.path, "--lm-path ": cfg.generation.lm_path}
-    return next((flag for flag, value in given.items() if value and path in value), "")
+    """Returns the flag that names a checkpoint; "" for files that a model reads besides."""
+    paths = {"--path ": cfg.common_eval.path, "--lm-path ": cfg.generation.lm_path}
+    return next((flag for flag, value in paths.items() if value and path in value), "")

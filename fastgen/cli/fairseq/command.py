@@ -20,9 +20,9 @@ from types import ModuleType
 from typing import Any
 
 import fastgen
-from fastgen.batch.errors import InputError
-from fastgen.batch.threads import set_openmp_variables
+from fastgen.batch.errors import InputError, RunError
 from fastgen.cli.exits import FAILED, INTERRUPTED, READER_GONE, UNUSABLE, stoppable
+from fastgen.batch.threads import set_openmp_variables
 from fastgen.optimizer.fairseq import how_to_install, import_hint
 
 FOR_SCORES_OF_TRAINING = {"sklearn", "sklearn.metrics", "scipy.stats"}
@@ -49,9 +49,10 @@ def run(prog: str, what: str, argv: list[str] | None = None) -> int:
         # What is left in the buffer cannot be written: the interpreter must not try again when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
-    except (InputError, OSError, pickle.UnpicklingError) as error:
+    except (InputError, RunError, OSError, pickle.UnpicklingError) as error:
         say(f"error: {' '.join(str(error).split()) or type(error).__name__}")
-        return FAILED if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) else UNUSABLE
+        is_unusable = isinstance(error, (InputError, FileNotFoundError, pickle.UnpicklingError))
+        return UNUSABLE if is_unusable else FAILED
     except KeyboardInterrupt:
         say("interrupted")
         return INTERRUPTED

@@ -1,104 +1,152 @@
-"""fairseq-generate's own loop; worker processes print its batches beside the model (section 4.3 of FastSeq).
+"""Generation by a task of fairseq: this process runs the model, worker processes write lines (section 4.3 of FastSeq).
 
-    fairseq_cli.generate._main          sees `GenerateRun` where it has its modules `tasks` and `scoring`
-      task = tasks.setup_task(…)        forks the workers: the dictionaries are read then, and the model is not
-      task.get_batch_iterator(…)        takes this shard's batches, and says which sentences fairseq leaves out
-      for sample in …:
-        task.inference_step(…)          hands the batch to a worker; the loop has no sentence left to print
-      scoring.build_scorer(…)           the scorer gets pairs of texts in the order of the sentences
-      print(scorer.result_string())     waits for the last of them
+    Generation.run
+      task.inference_step(…)     the hypotheses of a batch
+      Printer.sentences(…)       the same without tensors: all that a worker gets of them
+        Workers.submit(…)        hands them to a process
+          Printer.lines(…)       there: the lines of the batch, and pairs of a target and a hypothesis
+      Generation.write(…)        here, in the order of the batches: lines to the file, pairs to the scorer
 
-In a worker the same loop prints one batch after the other: there it sees `Postprocessor`, which has no model. With
---workers N it sees `Generator`, which has one: the first loop hands batches out before it comes to them, has no model
-once it knows how long sentences may be, and waits in `inference_step` for what a worker has printed.
+The workers are forked when everything is loaded, which is how they get the dictionaries. Without workers, this process
+writes the lines of a batch before it comes to the next one.
 
-Tests: tests/cli/fairseq/test_cli_fairseq_output.py
+Tests: tests/cli/fairseq/test_cli_fairseq_output.py, tests/cli/fairseq/test_cli_fairseq_ends.py,
+tests/cli/fairseq/test_cli_fairseq_workers.py
 """
 
 from __future__ import annotations
 
+import ast
+import gc
 import logging
 import os
-import pickle
+import signal
+import sys
 import threading
-from argparse import Namespace
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
-from functools import partial
-from io import BytesIO, StringIO
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from multiprocessing import get_all_start_methods, get_context
 from typing import Any, TextIO
 
 import numpy as np
 import torch
-from fairseq import scoring, tasks
-from fairseq.data.iterators import CountingIterator, EpochBatchIterator
-from fairseq_cli import generate as upstream
+from fairseq import checkpoint_utils, scoring, tasks, utils
+from fairseq.data.iterators import EpochBatchIterator
+from fairseq.logging.meters import TimeMeter
+from fairseq.logging.progress_bar import progress_bar
+from fairseq.scoring.bleu import Scorer
 
-from fastgen.batch.errors import InputError
-from fastgen.batch.threads import cpus_of_workers
+from fastgen.batch.errors import InputError, RunError, reason
 from fastgen.cli.fairseq.command import say
-from fastgen.cli.fairseq.workers import OrderedPool
+from fastgen.cli.fairseq.printer import Pair, Printer, Sentence
 
+DEFAULT_MAX_TOKENS = 12000
 UNFINISHED_BATCHES_PER_WORKER = 4
-BATCHES_AHEAD_PER_WORKER = 2  # one at work, one that waits for it
-GROUPS = ("common", "common_eval", "dataset", "generation", "checkpoint", "distributed_training")  # of flags
-Loop = Callable[[Any, Any], Any]
-Hypotheses = list[list[dict[str, Any]]]
-Pair = tuple[Any, Any]  # what the scorer gets of a sentence: two texts, or two lists of tokens
+SECONDS_BETWEEN_LOOKS = 1.0
+
+# Those that read fairseq-generate's logs find these under the same name and in the same words.
+logger = logging.getLogger("fairseq_cli.generate")
+SCORED_PIECES = (
+    "If you are using BPE on the target side, the BLEU score is computed on BPE tokens, not on proper words.  "
+    "Use --sacrebleu for standard 13a BLEU tokenization"
+)
+SCORED_WORDS = (
+    "BLEU score is being computed by splitting detokenized string on spaces, this is probably not what you want. "
+    "Use --sacrebleu for standard 13a BLEU tokenization"
+)
 
 
-def generate(cfg: Any, workers: int, models: int = 0) -> None:
-    """Runs fairseq-generate; everything is written afterwards, or the first error is raised.
+def generate(cfg: Any, workers: int) -> None:
+    """Writes what fairseq-generate writes; all of it is written when this returns, or raises the first error.
 
-    workers: processes that print. models: processes that generate and print instead of them; 0: this one generates.
+    workers: how many processes make lines; 0: this one does.
     """
-    run = GeneratedElsewhere(cfg, models, Generator) if models else GenerateRun(cfg, workers, Postprocessor)
-    names = {"tasks": run, "scoring": run, "_main": partial(run.main, upstream._main)}
-    before = {name: getattr(upstream, name) for name in names}
-    vars(upstream).update(names)
-    try:
-        upstream.main(cfg)
-    finally:
-        vars(upstream).update(before)
+    folder = cfg.common_eval.results_path
+    if folder is None:
+        Generation(cfg, sys.stdout).run(workers)
+        return
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, f"generate-{cfg.dataset.gen_subset}.txt"), "w", encoding="utf-8") as file:
+        Generation(cfg, file).run(workers)
 
 
-class GenerateRun:
-    """One run: what fairseq-generate's loop calls in it, and what it hands on."""
+class Generation:
+    """One run: what fairseq makes of the flags, and the file that the lines go to."""
 
-    def __init__(self, cfg: Any, workers: int, worker: type[Postprocessor]) -> None:
-        self.cfg, self.workers, self.worker = cfg, workers, worker
-        self.generation = Namespace(**cfg.generation)  # omegaconf takes its time
+    def __init__(self, cfg: Any, file: TextIO) -> None:
+        self.cfg, self.file = cfg, file
+        utils.import_user_module(cfg.common)
+        if cfg.dataset.max_tokens is None and cfg.dataset.batch_size is None:
+            cfg.dataset.max_tokens = DEFAULT_MAX_TOKENS
+        logger.info(cfg)
+        if cfg.common.seed is not None and not cfg.generation.no_seed_provided:
+            np.random.seed(cfg.common.seed)
+            utils.set_torch_seed(cfg.common.seed)
+        self.has_gpu = torch.cuda.is_available() and not cfg.common.cpu
+        self.task = tasks.setup_task(cfg.task)
+        self.models, language_model = self._load()
+        self.batches = self._batches()
+        options = {"lm_model": language_model, "lm_weight": cfg.generation.lm_weight}
+        self.generator = self.task.build_generator(self.models, cfg.generation, extra_gen_cls_kwargs=options)
+        self.scorer = scoring.build_scorer(cfg.scoring, self.task.target_dictionary)
+        self.printer = Printer(cfg, self.task, self.generator, self.scorer)
 
-    def main(self, loop: Loop, cfg: Any, file: TextIO) -> None:
-        """fairseq-generate's loop."""
-        self.loop, self.file = loop, file
-        with ExitStack() as self.stack:
-            loop(cfg, file)
+    def _load(self) -> tuple[list[Any], Any]:
+        """Returns the models of --path, and that of --lm-path or None; loads the data as the checkpoint says."""
+        cfg, language_model = self.cfg, None
+        overrides = ast.literal_eval(cfg.common_eval.model_overrides)
+        logger.info(f"loading model(s) from {cfg.common_eval.path}")
+        models, saved = checkpoint_utils.load_model_ensemble(
+            utils.split_paths(cfg.common_eval.path),
+            arg_overrides=overrides,
+            task=self.task,
+            suffix=cfg.checkpoint.checkpoint_suffix,
+            strict=cfg.checkpoint.checkpoint_shard_count == 1,
+            num_shards=cfg.checkpoint.checkpoint_shard_count,
+        )
+        self.task.load_dataset(cfg.dataset.gen_subset, task_cfg=saved.task)
+        if path := cfg.generation.lm_path:
+            overrides |= {"data": cfg.task.data}
+            (language_model,), _ = checkpoint_utils.load_model_ensemble([path], arg_overrides=overrides)
+        for model in models if language_model is None else [*models, language_model]:
+            if cfg.common.fp16:
+                model.half()
+            if self.has_gpu and not cfg.distributed_training.pipeline_model_parallel:
+                model.cuda()
+            model.prepare_for_inference_(cfg)
+        return models, language_model
 
-    def setup_task(self, cfg: Any) -> Any:
-        """The task, whose batches and hypotheses come by here; and the workers."""
-        self.task = task = tasks.setup_task(cfg)
-        start = partial(self.worker, self.workers, self.loop, self.cfg, task)
-        limit = UNFINISHED_BATCHES_PER_WORKER * self.workers
-        self.pool = self.stack.enter_context(OrderedPool(start, self.write, workers=self.workers, limit=limit))
-        for handler in logging.getLogger().handlers:
-            handler.addFilter(self.in_order)
-            self.stack.callback(handler.removeFilter, self.in_order)
-        task.get_batch_iterator = partial(self.get_batch_iterator, task.get_batch_iterator)
-        task.inference_step = partial(self.inference_step, task.inference_step)
-        return task
-
-    def get_batch_iterator(self, original: Callable, *, num_shards: int, shard_id: int, **options: Any) -> Any:
-        """The batches of this shard: of --num-shards, every one from --shard-id on."""
-        shards, shard = self.cfg.dataset.num_shards, self.cfg.dataset.shard_id
-        epoch = original(num_shards=num_shards * shards, shard_id=shard_id * shards + shard, **options)
+    def _batches(self) -> Any:
+        """Returns a progress bar of this rank's batches: of --num-shards, every one from --shard-id on."""
+        common, data, ranks = self.cfg.common, self.cfg.dataset, self.cfg.distributed_training
+        positions = [self.task.max_positions(), *(model.max_positions() for model in self.models)]
+        epoch = self.task.get_batch_iterator(
+            dataset=self.task.dataset(data.gen_subset),
+            max_tokens=data.max_tokens,
+            max_sentences=data.batch_size,
+            max_positions=utils.resolve_max_positions(*positions),
+            ignore_invalid_inputs=data.skip_invalid_size_inputs_valid_test,
+            required_batch_size_multiple=data.required_batch_size_multiple,
+            seed=common.seed,
+            num_shards=ranks.distributed_world_size * data.num_shards,
+            shard_id=ranks.distributed_rank * data.num_shards + data.shard_id,
+            num_workers=data.num_workers,
+            data_buffer_size=data.data_buffer_size,
+        )
         if type(epoch) is EpochBatchIterator:
             self._say_what_is_left_out(len(epoch.dataset), sum(map(len, epoch.frozen_batches)))
-        return epoch
+        return progress_bar(
+            epoch.next_epoch_itr(shuffle=False),
+            log_format=common.log_format,
+            log_interval=common.log_interval,
+            default_log_format="simple" if common.no_progress_bar else "tqdm",
+        )
 
     def _say_what_is_left_out(self, size: int, batched: int) -> None:
-        """Sentences that are too long, and a last batch that fills no multiple of sentences."""
+        """Counts sentences that are too long, and those of a last batch that fills no multiple of sentences."""
         skips = self.cfg.dataset.skip_invalid_size_inputs_valid_test
         multiple = self.cfg.dataset.required_batch_size_multiple
         reasons = ["those that are too long (--skip-invalid-size-inputs-valid-test)"] * skips
@@ -110,25 +158,56 @@ class GenerateRun:
                 raise InputError(f"DATA {self.cfg.task.data}: {message}")
             say(message)
 
-    def inference_step(
-        self, original: Callable, generator: Any, models: Any, sample: dict[str, Any], **options: Any
-    ) -> Hypotheses:
-        """The hypotheses of a batch, whose sentences are left to a worker."""
-        hypos = original(generator, models, sample, **options)
-        self.pool.submit(pack(sample, hypos, generator, self.generation))
-        self._leave_to_worker(sample)
-        return hypos
+    def run(self, count: int) -> None:
+        """Generates and writes everything; `count` worker processes make the lines."""
+        if count and (why := self._no_workers_reason()):
+            say(f"without --postprocess-workers: {why}")
+            count = 0
+        has_targets, sentences, tokens, seconds = True, 0, 0, 0.0
+        speed, prefix_size, log_interval = TimeMeter(), self.cfg.generation.prefix_size, self.cfg.common.log_interval
+        with Workers(self.printer, self.write, count) as workers:
+            for number, sample in enumerate(self.batches):
+                if "net_input" not in sample:  # a shard whose last batch is missing
+                    continue
+                sample = utils.move_to_cuda(sample) if self.has_gpu else sample
+                has_targets = sample["target"] is not None
+                start = time.perf_counter()
+                hypos = self.task.inference_step(
+                    self.generator,
+                    self.models,
+                    sample,
+                    prefix_tokens=sample["target"][:, :prefix_size] if prefix_size > 0 else None,
+                    constraints=sample.get("constraints"),
+                )
+                batch_tokens = sum(len(best["tokens"]) for best, *_ in hypos)
+                seconds += time.perf_counter() - start
+                workers.submit(self.printer.sentences(sample, hypos))
+                sentences += sample["nsentences"] if "nsentences" in sample else sample["id"].numel()
+                tokens += batch_tokens
+                speed.update(batch_tokens)
+                if log_interval and number % log_interval == 0:
+                    workers.wait()  # a log line may go where the lines go, and comes after those before it
+                self.batches.log({"wps": round(speed.avg)})
+        logger.info("NOTE: hypothesis and token scores are output in base 2")
+        rates = (total / seconds if seconds else 0.0 for total in (sentences, tokens))
+        speeds = "{:.2f} sentences/s, {:.2f} tokens/s".format(*rates)
+        logger.info(f"Translated {sentences:,} sentences ({tokens:,} tokens) in {seconds:.1f}s ({speeds})")
+        if has_targets:
+            self._write_score()
 
-    def _leave_to_worker(self, sample: dict[str, Any]) -> None:
-        sample.setdefault("nsentences", sample["id"].numel())
-        # The loop looks at a sentence to learn that there is no target, and so no score; what it finds is not printed.
-        self.cfg.common_eval.quiet = True
-        sample["id"] = sample["id"][: sample["target"] is None]
+    def _no_workers_reason(self) -> str:
+        """Returns why no other process can make the lines; "" if it can."""
+        if "fork" not in get_all_start_methods():
+            return f"processes cannot be forked on {sys.platform}"
+        if type(self.scorer) is Scorer or hasattr(self.scorer, "add_string"):
+            return ""
+        name = getattr(self.cfg.scoring, "_name", self.cfg.scoring)
+        return f"--scoring {name} compares token numbers (supported: bleu, and scorers that compare strings)"
 
     def write(self, result: tuple[str, list[Pair]]) -> None:
-        """Called by the pool for each batch in order."""
-        text, pairs = result
-        self.file.write(text)
+        """Writes the lines of a batch, and scores its pairs; called in the order of the batches."""
+        lines, pairs = result
+        self.file.write(lines)
         self.file.flush()  # it survives whatever happens next
         for pair in pairs:
             if hasattr(self.scorer, "add_string"):
@@ -136,207 +215,85 @@ class GenerateRun:
             else:
                 self.scorer.add(*map(torch.IntTensor, pair))
 
-    def in_order(self, record: logging.LogRecord) -> bool:
-        """Logs may go where the lines go: they come behind those of the batches before."""
-        if threading.current_thread() is threading.main_thread():
-            self.pool.wait()
-        return True
-
-    def build_scorer(self, choice: Any, dictionary: Any) -> Any:
-        """What the loop takes for the scorer: it asks for nothing but the result."""
-        self.scorer = scoring.build_scorer(choice, dictionary)
-        return self
-
-    def result_string(self) -> str:
-        """The score of all sentences."""
-        self.pool.wait()
-        return self.scorer.result_string()
+    def _write_score(self) -> None:
+        cfg = self.cfg
+        if cfg.bpe and not cfg.generation.sacrebleu:
+            logger.warning(SCORED_WORDS if cfg.common_eval.post_process else SCORED_PIECES)
+        score = self.scorer.result_string()
+        print(f"Generate {cfg.dataset.gen_subset} with beam={cfg.generation.beam}: {score}", file=self.file)
 
 
-class GeneratedElsewhere(GenerateRun):
-    """A run whose workers have a model each. It has all batches, whatever --distributed-world-size says."""
+class Workers(AbstractContextManager):
+    """`count` processes that turn batches into lines and pairs, which are written in the order of the batches.
 
-    def setup_task(self, cfg: Any) -> Any:
-        task = super().setup_task(cfg)
-        task.build_generator = self.build_generator
-        self.ahead: deque[dict[str, Any]] = deque()  # batches that workers have, and the loop has not
-        self.tokens: deque[int] = deque()  # of the batches that are written, and the loop has not come to
-        return task
-
-    def get_batch_iterator(self, original: Callable, **options: Any) -> Any:
-        epoch = super().get_batch_iterator(original, **options | {"num_shards": 1, "shard_id": 0})
-        epoch.next_epoch_itr = partial(self.next_epoch_itr, epoch.next_epoch_itr)
-        return epoch
-
-    def next_epoch_itr(self, original: Callable, **options: Any) -> CountingIterator:
-        """The batches, of which so many are ahead that no worker waits."""
-        batches = original(**options)
-        return CountingIterator(self._handed_out(batches), start=0, total=len(batches))
-
-    def _handed_out(self, batches: Any) -> Iterator[dict[str, Any]]:
-        for number, sample in enumerate(batches):
-            if "net_input" in sample:
-                self.pool.submit(_pickled((number, sample)))
-            self.ahead.append(sample)
-            if len(self.ahead) > BATCHES_AHEAD_PER_WORKER * self.workers:
-                yield self.ahead.popleft()
-        while self.ahead:
-            yield self.ahead.popleft()
-
-    def build_generator(self, models: list[Any], *unused: Any, **options: Any) -> Namespace:
-        """What the loop asks for the symbols to strip; from here on it needs no model."""
-        models.clear()
-        return Namespace(eos=self.task.target_dictionary.eos())
-
-    def inference_step(self, original: Callable, *args: Any, **options: Any) -> Hypotheses:
-        sample = args[2]
-        self.pool.wait(sum("net_input" in each for each in self.ahead))
-        self._leave_to_worker(sample)
-        return [
-            [{"tokens": torch.full((self.tokens.popleft(),), self.task.target_dictionary.eos()), "alignment": None}]
-        ]
-
-    def write(self, result: tuple[Any, ...]) -> None:
-        super().write(result[:2])
-        self.tokens.append(result[2])
-
-
-class _Pickler(pickle.Pickler):
-    """Copies tensors of any dtype, which torch would put into shared memory, one file for each."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return NotImplemented
-        data = value.detach().cpu().flatten().view(torch.uint8).numpy()
-        return _tensor, (data, value.dtype, tuple(value.shape))
-
-
-def _tensor(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.from_numpy(data).view(dtype).view(shape)
-
-
-def pack(sample: dict[str, Any], hypos: Hypotheses, generator: Any, generation: Namespace) -> bytes:
-    """What a worker needs of a batch. generation: the flags of that name."""
-    source = sample["net_input"].get("src_tokens")
-    inputs = {"src_tokens": source} if source is not None and source.dim() == 2 else {}  # no features of speech
-    printed = [[_printed_fields(hypo, generation) for hypo in sentence[: generation.nbest]] for sentence in hypos]
-    batch = {"id": sample["id"], "target": sample["target"], "net_input": inputs}
-    return _pickled((batch, printed, set(upstream.get_symbols_to_strip_from_output(generator))))
-
-
-def _printed_fields(hypo: dict[str, Any], generation: Namespace) -> dict[str, Any]:
-    """The fields that the loop prints under these flags: others may be large, and a task's own cannot be pickled."""
-    names = {"tokens", "score", "positional_scores", *["steps"] * generation.print_step}
-    fields = {name: hypo[name] for name in names if name in hypo}
-    if "alignment" in hypo:  # which the loop looks up in any case
-        is_read = generation.print_alignment or generation.replace_unk is not None
-        fields["alignment"] = hypo["alignment"] if is_read else None
-    if generation.retain_iter_history and "history" in hypo:
-        fields["history"] = [{"tokens": step["tokens"]} for step in hypo["history"]]
-    return fields
-
-
-def _pickled(value: Any) -> bytes:
-    _Pickler(packed := BytesIO()).dump(value)
-    return packed.getvalue()
-
-
-class _Done(Exception):
-    """There is no further batch: the loop ends, without what it prints behind the last one."""
-
-
-class Postprocessor:
-    """Turns a packed batch into the lines that `loop`, fairseq-generate's, prints of it, and into pairs for the scorer.
-
-    The loop finds this object in the place of its task, models, batches, generator and scorer. Dictionaries grow by the
-    words of the texts that are scored, as they do in fairseq-generate: a pair is compared within itself.
+    write: called with them by the thread that calls `submit` and `wait`. With no process a batch is written when it is
+    submitted.
     """
 
-    def __init__(self, count: int, loop: Loop, cfg: Any, task: Any, place: int) -> None:
-        torch.set_num_threads(1)  # the cores belong to the model
-        self._loop, self._task = loop, task
-        groups = {name: Namespace(**cfg[name]) for name in GROUPS}
-        groups["common"].cpu, groups["common"].seed, groups["common"].log_format = True, None, "none"
-        groups["generation"].lm_path = None
-        self._cfg = Namespace(**groups, task=None, tokenizer=None, bpe=None, scoring=None)
-        self._tokenizer, self._bpe = task.build_tokenizer(cfg.tokenizer), task.build_bpe(cfg.bpe)
-        if hasattr(scoring.build_scorer(cfg.scoring, task.target_dictionary), "add_string"):
-            self.add_string = self.add
-        if cfg.generation.replace_unk is not None:  # the loop prints texts as they were read
-            task.load_dataset(cfg.dataset.gen_subset, task_cfg=cfg.task)
-        vars(upstream).update(tasks=self, checkpoint_utils=self, scoring=self)
+    def __init__(self, printer: Printer, write: Callable[[Any], None], count: int) -> None:
+        self._printer, self._write = printer, write
+        self._pool: ProcessPoolExecutor | None = None
+        self._unfinished: deque[Future[Any]] = deque()
+        self._limit = UNFINISHED_BATCHES_PER_WORKER * count
+        if count:
+            self._pool = ProcessPoolExecutor(count, get_context("fork"), _begin_worker, (printer, os.getpid()))
+            self._pool.submit(int)  # the first task forks them all
 
-    def __call__(self, packed: bytes) -> tuple[str, list[Pair]]:
-        """The lines, and a pair for each sentence with a target."""
-        self._sample, self._hypos, self.symbols_to_strip_from_output = pickle.loads(packed)
-        return self._printed()
+    def submit(self, batch: list[Sentence]) -> None:
+        """Has a process turn the batch into lines; raises what has gone wrong so far, there or in `write`."""
+        if self._pool is None:
+            self._write(self._printer.lines(batch))
+        else:
+            self._unfinished.append(self._pool.submit(_lines_in_worker, batch))
+            self.wait(self._limit)
 
-    def _printed(self) -> tuple[str, list[Pair]]:
-        self._pairs: list[Pair] = []
-        with suppress(_Done):
-            self._loop(self._cfg, lines := StringIO())
-        return lines.getvalue(), self._pairs
+    def wait(self, most: int = 0) -> None:
+        """Writes what is done, until no more than `most` batches are unfinished; raises the first error in order."""
+        try:
+            while self._unfinished and (len(self._unfinished) > most or self._unfinished[0].done()):
+                self._write(self._unfinished.popleft().result())
+        except BaseException:
+            self._unfinished.clear()  # nothing is written after what could not be
+            raise
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        yield self._sample
-        raise _Done
-
-    def add(self, target: Any, hypothesis: Any) -> None:
-        """Keeps a pair for the scorer."""
-        self._pairs.append((target, hypothesis) if isinstance(target, str) else (target.tolist(), hypothesis.tolist()))
-
-    def setup_task(self, *unused: Any, **options: Any) -> Any:
-        """Itself, for whatever the loop sets up."""
-        return self
-
-    get_batch_iterator = next_epoch_itr = build_generator = build_scorer = setup_task
-
-    def __getattr__(self, name: str) -> Any:  # what the loop asks the task for besides
-        answers = {
-            "load_model_ensemble": ([], self._cfg),
-            "load_dataset": None,
-            "dataset": self._task.datasets.get(self._cfg.dataset.gen_subset),
-            "inference_step": self._hypos,
-            "build_tokenizer": self._tokenizer,
-            "build_bpe": self._bpe,
-        }
-        return (lambda *unused, **options: answers[name]) if name in answers else getattr(self._task, name)
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Waits like `wait`, but for nothing after an interruption, or an error of a worker or of `write`."""
+        try:
+            if kind is None:
+                self.wait()
+            elif issubclass(kind, Exception):
+                with suppress(Exception):  # the caller's own error is the one that is raised
+                    self.wait()
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown(cancel_futures=True)
 
 
-class Generator(Postprocessor):
-    """A Postprocessor with models of its own, on the CPUs of its place among `count`. Each batch has its seed."""
+_printer: Printer  # that of a worker process
 
-    def __init__(self, count: int, loop: Loop, cfg: Any, task: Any, place: int) -> None:
-        cpus = cpus_of_workers(count)[place]
-        if cpus:
-            os.sched_setaffinity(0, cpus)
-        threads = min(len(cpus) or 1, torch.get_num_threads())
-        vars(upstream)["tasks"], before = Namespace(setup_task=lambda cfg: task), task.build_generator
-        none = Namespace(next_epoch_itr=lambda **options: [])
-        task.get_batch_iterator = lambda **options: none
-        task.build_generator = partial(self._build_generator, before)
-        with suppress(_Done):
-            loop(cfg, StringIO())
-        super().__init__(count, loop, cfg, task, place)
-        torch.set_num_threads(threads)
-        self.symbols_to_strip_from_output = set(upstream.get_symbols_to_strip_from_output(self._generator))
-        self._hypos: Hypotheses = []  # are made where the loop asks for them
-        self._seed = None if cfg.generation.no_seed_provided else cfg.common.seed
 
-    def _build_generator(self, original: Callable, models: list[Any], *args: Any, **options: Any) -> Any:
-        """The last that is needed of the loop that loads the models and prepares them."""
-        self._models, self._generator = models, original(models, *args, **options)
-        raise _Done
+def _begin_worker(printer: Printer, parent: int) -> None:
+    """Prepares a process that was forked: it has the printer as it is, and not as pickle makes it."""
+    global _printer
+    _printer = printer
+    gc.freeze()  # a collection would write into every object that is inherited, and so copy it
+    torch.set_num_threads(1)  # the cores belong to the model
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    # Warnings and prints of the libraries that are used here stay out of the way of the lines.
+    sys.stdout = sys.stderr
+    logging.basicConfig(stream=sys.stderr, format="%(message)s", level=logging.WARNING, force=True)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
-    def __call__(self, packed: bytes) -> tuple[Any, ...]:
-        """The lines, a pair for each sentence with a target, and how many tokens there are."""
-        number, self._sample = pickle.loads(packed)
-        if self._seed is not None:
-            torch.manual_seed(self._seed + number)
-        return (*self._printed(), self._tokens)
 
-    def inference_step(self, generator: Any, models: Any, sample: dict[str, Any], **options: Any) -> Hypotheses:
-        """The hypotheses of a batch."""
-        hypos = self._task.inference_step(self._generator, self._models, sample, **options)
-        self._tokens = sum(len(sentence[0]["tokens"]) for sentence in hypos)
-        return hypos
+def _lines_in_worker(batch: list[Sentence]) -> tuple[str, list[Pair]]:
+    try:
+        return _printer.lines(batch)
+    except Exception as error:
+        raise RunError(f"in a worker process: {reason(error)}") from error
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process, whatever it is doing, when the parent is gone, however it ended."""
+    while os.getppid() == parent:
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    os._exit(1)

@@ -51,6 +51,7 @@ FLAGS = [
     ("--postprocess-workers -1", "--postprocess-workers"),
     ("--postprocess-workers many", "argument --postprocess-workers"),
     ("--postprocess-workers 257", "--postprocess-workers 257 (accepted: 0 to 256)"),
+    ("--workers 2", "error: --workers 2 is no flag of this command (accepted: --num-shards N --shard-id I)"),
     ("--sampling --beam 4", "--sampling needs --nbest 4"),
     ("--beam 0", "error: --beam 0 (accepted: 1 or more)"),
     ("--nbest 0", "error: --nbest 0 (accepted: 1 or more)"),

@@ -1,11 +1,11 @@
 """fastgen-generate-for-fairseq writes what fairseq-generate writes, byte for byte, for every kind of line and score.
 
-The pipeline is compared with fairseq's own loop around the same model. With fastgen's faster model the lines are the
-same as well, but for the last digits of scores.
+The command is compared with fairseq's own around the same model. With fastgen's faster model the lines are the same as
+well, but for the last digits of scores.
 """
 
+import logging
 import math
-import os
 import re
 import shutil
 import sys
@@ -17,8 +17,7 @@ import torch
 
 pytest.importorskip("fairseq")
 
-from fairseq_command_data import PIPELINE_ONLY, CommandData, made, made_encoded, upstream
-from python_process import run_python
+from fairseq_command_data import CommandData, made, made_encoded, upstream
 
 import fastgen
 from fastgen.cli.fairseq.command import generate
@@ -74,6 +73,7 @@ FLAGS = [
     "--batch-size 16 --sampling --sampling-topk 5 --beam 3 --nbest 3 --seed 7",
     "--max-tokens 60 --gen-subset valid --num-workers 1",
     "--batch-size 16 --beam 2 --distributed-world-size 3 --distributed-rank 1",
+    "--batch-size 16 --beam 2 --remove-bpe --postprocess-workers 0",
     "--batch-size 16 --beam 2 --remove-bpe --postprocess-workers 1",
     "--batch-size 16 --beam 2 --remove-bpe --postprocess-workers 5",
 ]
@@ -260,55 +260,69 @@ def test_refinement_steps_and_histories_are_printed(
     check_pipeline(capfd, [*args, "--beam", "1", "--batch-size", "16"], r"^I-0\t", r"^E-\d+_1\t")
 
 
-def without_times(text: str) -> str:
-    """Log lines differ in when they were written, and in speeds."""
-    text = re.sub(r"^\d+-\d+-\d+ \d+:\d+:\d+", "TIME", text, flags=re.MULTILINE)
+def test_logs_keep_their_place_between_the_lines(capfd: pytest.CaptureFixture, data: CommandData) -> None:
+    """With logs on the standard output, between the lines that were ready at that time."""
+    args = [*data.generation, *"--batch-size 4 --beam 2 --remove-bpe --tokenizer moses --log-interval 2".split()]
+    root, handler = logging.getLogger(), logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(name)s | %(message)s"))
+    level = root.level
+    root.setLevel("INFO")
+    root.addHandler(handler)
+    try:
+        expected = written(capfd, *args, "--no-fastgen")
+        with fastgen.disabled(), allowed():
+            lines = written(capfd, *args)
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level)
+    assert expected.count("wps=") > 3
+    assert without_speeds(lines) == without_speeds(expected)
+
+
+def without_speeds(text: str) -> str:
     text = re.sub(r"wps=\d+", "wps=SPEED", text)
-    text = re.sub(r"in [\d.]+s \(.*\)", "in SECONDS", text)
-    return re.sub(r"'results_path': '[^']*'", "'results_path': FOLDER", text)
+    return re.sub(r"in [\d.]+s \(.*\)", "in SECONDS", text)
 
 
-PLUG_IN = """
-import logging, sys
-logging.basicConfig(force=True, stream=sys.stdout, level="INFO", format="%(asctime)s | %(name)s | %(message)s",
-                    datefmt="%Y-%m-%d %H:%M:%S")
-"""
-
-
-def test_logs_keep_their_place_between_the_lines(data: CommandData, tmp_path: Path) -> None:
-    """In processes of their own, against the unpatched command: with logs on the standard output, where users see them
-    between the lines that were ready at that time."""
-    plug_in = tmp_path / "plug_in_for_logs"
-    plug_in.mkdir()
-    (plug_in / "__init__.py").write_text(PLUG_IN)
-    flags = "--batch-size 4 --beam 2 --remove-bpe --tokenizer moses --log-interval 2".split()
-    args = [*data.generation, *flags, "--user-dir", str(plug_in)]
-    expected = upstream("generate", *args)
-    done = run_python("-c", PIPELINE_ONLY, *args, FASTGEN_DISABLE="1", OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr
-    assert expected.stdout.count("wps=") > 3
-    assert without_times(done.stdout) == without_times(expected.stdout)
-
-
-def test_results_path_holds_the_lines_and_standard_output_none(data: CommandData, tmp_path: Path) -> None:
+def test_results_path_holds_the_lines_and_standard_output_none(
+    capfd: pytest.CaptureFixture, data: CommandData, tmp_path: Path
+) -> None:
     args = [*data.generation, "--batch-size", "16", "--remove-bpe", "--results-path"]
-    expected = upstream("generate", *args, str(tmp_path / "stock"))
-    args.append(str(tmp_path / "ours"))
-    done = run_python("-c", PIPELINE_ONLY, *args, FASTGEN_DISABLE="1", OMP_NUM_THREADS="1")
-    assert (done.returncode, done.stdout) == (0, expected.stdout), done.stderr
-    stock, ours = (tmp_path / folder / "generate-test.txt" for folder in ("stock", "ours"))
-    assert "\nGenerate test with beam=5: BLEU4" in stock.read_text()
-    assert without_times(ours.read_text()) == without_times(stock.read_text())
-
-
-def test_no_pipeline_is_said_with_its_reason(capfd: pytest.CaptureFixture, data: CommandData) -> None:
-    args = [*data.generation, "--batch-size", "16", "--remove-bpe"]
-    expected = written(capfd, *args, "--no-fastgen")
+    assert written(capfd, *args, str(tmp_path / "stock"), "--no-fastgen") == ""
     with fastgen.disabled(), allowed():
-        assert generate([*args, "--num-workers", "0", "--postprocess-workers", "0"]) == 0
+        assert written(capfd, *args, str(tmp_path / "ours")) == ""
+    stock, ours = ((tmp_path / folder / "generate-test.txt").read_text() for folder in ("stock", "ours"))
+    assert "\nGenerate test with beam=5: BLEU4" in stock
+    assert ours == stock
+
+
+class Words:
+    """A scorer whose numbers have a meaning beyond a sentence."""
+
+    def __init__(self, cfg: object) -> None:
+        self.numbers: set[int] = set()
+
+    def add(self, target: torch.Tensor, hypothesis: torch.Tensor) -> None:
+        self.numbers.update(target.tolist(), hypothesis.tolist())
+
+    def result_string(self) -> str:
+        return f"{len(self.numbers)} words"
+
+
+def test_a_scorer_of_token_numbers_gets_those_of_one_dictionary(
+    capfd: pytest.CaptureFixture, data: CommandData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fairseq.scoring import SCORER_REGISTRY
+
+    monkeypatch.setitem(SCORER_REGISTRY, "chrf", Words)
+    args = [*data.generation, *"--batch-size 4 --scoring chrf --remove-bpe --tokenizer moses".split()]
+    expected = written(capfd, *args, "--no-fastgen")
+    assert re.search(r"beam=5: \d\d+ words$", expected)
+    with fastgen.disabled(), allowed():
+        assert generate([*args, "--num-workers", "0"]) == 0
     captured = capfd.readouterr()
     assert captured.out == expected
-    assert "without the pipeline: --postprocess-workers 0\n" in captured.err
+    assert "without --postprocess-workers: --scoring chrf compares token numbers (supported: " in captured.err
 
 
 def test_the_outputs_of_all_shards_together_are_those_of_one_run(
@@ -326,92 +340,8 @@ def test_the_outputs_of_all_shards_together_are_those_of_one_run(
     assert all(parts) and sorted(line for part in parts for line in part) == sorted(whole)
     for flags, message in (
         (["--num-shards", "3", "--shard-id", "3"], "--shard-id 3 (accepted: 0 to 2"),
-        (["--num-shards", "3", "--postprocess-workers", "0"], "--num-shards 3 needs the pipeline"),
+        (["--num-shards", "3", "--no-fastgen"], "--num-shards 3 is ignored by fairseq's own command"),
     ):
         capfd.readouterr()
         assert generate([*args, *flags]) == 2
         assert message in capfd.readouterr().err
-
-
-OF_WORKERS = (
-    "--batch-size 7 --beam 3 --nbest 3 --remove-bpe --tokenizer moses --print-alignment hard",
-    "--batch-size 4 --beam 2 --scoring sacrebleu --quiet",
-    "--batch-size 4 --prefix-size 2 --beam 2 --score-reference",
-)
-
-
-@pytest.mark.parametrize("flags", OF_WORKERS)
-def test_workers_with_a_model_each_write_fairseq_generates_lines(
-    capfd: pytest.CaptureFixture, data: CommandData, flags: str
-) -> None:
-    args = [*data.generation, *flags.split()]
-    expected = written(capfd, *args, "--no-fastgen")
-    assert expected.count("\n") == 1 if "--quiet" in flags else expected.count("\n") > 60
-    with fastgen.disabled(), allowed():
-        for more in ("--workers 1", "--workers 2", "--workers 2 --distributed-world-size 2 --distributed-rank 1"):
-            assert written(capfd, *args, *more.split()) == expected
-
-
-def test_workers_have_their_own_pids_and_models(
-    capfd: pytest.CaptureFixture, data: CommandData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which process generates: each of the workers, and not this one."""
-    from fairseq.sequence_generator import SequenceGenerator
-
-    generating = SequenceGenerator.generate
-
-    def noted(self, *args, **options):
-        (tmp_path / f"{os.getpid()} {len(os.sched_getaffinity(0))}").touch()
-        return generating(self, *args, **options)
-
-    monkeypatch.setattr(SequenceGenerator, "generate", noted)
-    with fastgen.disabled(), allowed():
-        written(capfd, *data.generation, "--batch-size", "4", "--workers", "2")
-    cpus = len(os.sched_getaffinity(0))
-    pids = {path.name.split()[0] for path in tmp_path.iterdir()}
-    assert len(pids) == 2 and str(os.getpid()) not in pids
-    assert {path.name.split()[1] for path in tmp_path.iterdir()} == {str(cpus // 2 or cpus)}
-
-
-def test_samples_of_any_number_of_workers_are_the_same(capfd: pytest.CaptureFixture, data: CommandData) -> None:
-    args = [*data.generation, *"--batch-size 4 --sampling --sampling-topk 5 --beam 3 --nbest 3 --seed 7".split()]
-    with fastgen.disabled(), allowed():
-        one, two, other = (
-            written(capfd, *args, *more.split()) for more in ("--workers 1", "--workers 2", "--workers 2 --seed 8")
-        )
-    assert one == two != other
-
-
-def test_the_summary_of_workers_counts_all_tokens(
-    capfd: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture, data: CommandData
-) -> None:
-    said = []
-    caplog.set_level("INFO")
-    for more in (["--no-fastgen"], ["--workers", "2"]):
-        caplog.clear()
-        with fastgen.disabled(), allowed():
-            written(capfd, *data.generation, "--batch-size", "4", *more)
-        said += [re.search(r"Translated [\d,]+ sentences \([\d,]+ tokens\)", caplog.text).group()]
-    assert said[0] == said[1]
-
-
-def test_workers_without_targets(capfd: pytest.CaptureFixture, data: CommandData, tmp_path: Path) -> None:
-    shutil.copytree(data.folder / "bin", tmp_path / "bin", ignore=shutil.ignore_patterns("test.de-en.en.*"))
-    args = [str(tmp_path / "bin"), *data.generation[1:], *"--batch-size 16 --beam 2 --remove-bpe".split()]
-    expected = written(capfd, *args, "--no-fastgen")
-    with fastgen.disabled(), allowed():
-        assert written(capfd, *args, "--workers", "2") == expected
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("--workers -1", "--workers -1 (accepted: 0 to 256)"),
-        ("--workers 2 --no-fastgen", "--workers 2 needs the pipeline: --no-fastgen"),
-    ],
-)
-def test_workers_that_cannot_be_are_refused(
-    capfd: pytest.CaptureFixture, data: CommandData, flags: str, message: str
-) -> None:
-    assert generate([*data.generation, *flags.split()]) == 2
-    assert message in capfd.readouterr().err

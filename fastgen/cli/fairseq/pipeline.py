@@ -163,11 +163,11 @@ class Generation:
         if count and (why := self._no_workers_reason()):
             say(f"without --postprocess-workers: {why}")
             count = 0
-        has_targets, sentences, tokens, seconds = True, 0, 0, 0.0
+        has_targets, sentences, tokens, seconds = False, 0, 0, 0.0
         speed, prefix_size, log_interval = TimeMeter(), self.cfg.generation.prefix_size, self.cfg.common.log_interval
         with Workers(self.printer, self.write, count) as workers:
             for number, sample in enumerate(self.batches):
-                if "net_input" not in sample:  # a shard whose last batch is missing
+                if "net_input" not in sample:  # a shard that has one batch less than others
                     continue
                 sample = utils.move_to_cuda(sample) if self.has_gpu else sample
                 has_targets = sample["target"] is not None

@@ -338,6 +338,7 @@ def test_the_outputs_of_all_shards_together_are_those_of_one_run(
     whole = lines()
     parts = [lines("--num-shards", "3", "--shard-id", str(shard)) for shard in range(3)]
     assert all(parts) and sorted(line for part in parts for line in part) == sorted(whole)
+    assert written(capfd, *args, "--num-shards", "40", "--shard-id", "39") == ""  # it has no batch
     for flags, message in (
         (["--num-shards", "3", "--shard-id", "3"], "--shard-id 3 (accepted: 0 to 2"),
         (["--num-shards", "3", "--no-fastgen"], "--num-shards 3 is ignored by fairseq's own command"),

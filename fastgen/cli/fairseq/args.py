@@ -26,9 +26,9 @@ from fairseq_cli import generate as upstream
 
 import fastgen
 from fastgen.batch.errors import InputError, RunError, check_packages
+from fastgen.batch.threads import usable_cpus
 from fastgen.cli.fairseq import pipeline
 from fastgen.cli.fairseq.command import add_flags, say
-from fastgen.batch.threads import usable_cpus
 from fastgen.optimizer.fairseq.checkpoints import allowed, refusal
 
 MOST_WORKERS = 8  # unless told otherwise: one that is not needed sleeps, and costs a fork

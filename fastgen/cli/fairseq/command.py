@@ -21,8 +21,8 @@ from typing import Any
 
 import fastgen
 from fastgen.batch.errors import InputError, RunError
-from fastgen.cli.exits import FAILED, INTERRUPTED, READER_GONE, UNUSABLE, stoppable
 from fastgen.batch.threads import set_openmp_variables
+from fastgen.cli.exits import FAILED, INTERRUPTED, READER_GONE, UNUSABLE, stoppable
 from fastgen.optimizer.fairseq import how_to_install, import_hint
 
 FOR_SCORES_OF_TRAINING = {"sklearn", "sklearn.metrics", "scipy.stats"}

@@ -46,6 +46,12 @@ def process_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def threads_per_worker(count: int) -> int:
+    """Returns each worker's part of the usable CPUs, at least 1, or OMP_NUM_THREADS if that is less."""
+    part = max(1, usable_cpus() // count)
+    return min(part, int(os.environ.get("OMP_NUM_THREADS", part)))
+
+
 def cpus_of_workers(count: int) -> list[list[int]]:
     """The CPUs of each of so many workers, by NUMA nodes and cores; empty where there are fewer CPUs than workers."""
     if not hasattr(os, "sched_getaffinity"):

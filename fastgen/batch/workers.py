@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import time
 from collections import deque
@@ -261,7 +262,7 @@ def started(args: BatchConfig, stop: Stop, progress: Progress) -> Iterator[Worke
     elif why := _no_answer(args.ray):
         raise RunError(f"{args.given('ray')}: nothing answers there ({why})")
     stop.is_patient = True  # a Ray that is interrupted while it starts takes seconds to end
-    # Not in the main thread, where Ray handles SIGTERM; Ray's processes end with the thread that starts them.
+    # In another thread Ray replaces no handler of Python. Its processes end with the thread that starts them.
     with ThreadPoolExecutor(1) as thread:
         starting = thread.submit(ray.init, **options)
         try:
@@ -270,6 +271,8 @@ def started(args: BatchConfig, stop: Stop, progress: Progress) -> Iterator[Worke
                 starting.result()
             except Exception as error:  # a plain one, too, if its processes do not answer in time
                 raise RunError(f"Ray does not start ({reason(error)})") from error
+            finally:
+                signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # Ray's core has a handler of its own
             gpus = int(ray.cluster_resources().get("GPU", 0)) if args.device in (None, "cuda") else 0
             count = count_workers(args, gpus)
             threads = threads_per_worker(count) if args.ray is None else 0

@@ -112,7 +112,7 @@ class Job:
 
 
 class Workers:
-    """The driver's side. threads: of each worker, 0 for Ray's choice. gpus: of each worker. say: hears what goes wrong."""
+    """The driver's side. threads, gpus: of each worker, 0 threads for Ray's choice. say: hears what goes wrong."""
 
     def __init__(self, args: BatchConfig, count: int, threads: int, gpus: int, say: Callable[[str], None]) -> None:
         self.args = args  # with the sizes of batches that a worker has chosen, from its first answer on

@@ -52,21 +52,6 @@ def threads_per_worker(count: int) -> int:
     return min(part, int(os.environ.get("OMP_NUM_THREADS", part)))
 
 
-def cpus_of_workers(count: int) -> list[list[int]]:
-    """The CPUs of each of so many workers, by NUMA nodes and cores; empty where there are fewer CPUs than workers."""
-    if not hasattr(os, "sched_getaffinity"):
-        return [[]] * count
-    cpus = sorted(os.sched_getaffinity(0), key=_node_and_core)
-    each = len(cpus) // count
-    return [cpus[place * each : (place + 1) * each] for place in range(count)]
-
-
-def _node_and_core(cpu: int, root: Path = Path("/sys/devices/system/cpu")) -> tuple[int, int, int]:
-    folder = root / f"cpu{cpu}"
-    nodes = [int(path.name.removeprefix("node")) for path in folder.glob("node[0-9]*")]
-    return (min(nodes, default=0), int((_words(folder / "topology/core_id") or ["0"])[0]), cpu)
-
-
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """How many CPUs' time the process's control groups allow, 1.5 for example; None where there is no quota.
 

@@ -61,22 +61,21 @@ class Loaded:
         return self.settings[name] if name in self.settings else getattr(self.model.generation_config, name, None)
 
 
-def load(args: BatchConfig, processor: str) -> Loaded:
+def load(args: BatchConfig, processor: str, has_weights: bool = True) -> Loaded:
     """Model and tokenizer of MODEL; raises InputError where it does not exist, is broken, or cannot generate.
 
-    With the device_map meta there are no weights: it is for those who plan what others generate.
-
-    processor: the library's class of what makes inputs of lines.
+    processor: the library's class of what makes inputs of lines. has_weights: False for who plans what others generate.
     """
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     source = str(model_folder(args.model) or args.model)
     try:
-        if args.device_map != "meta":
+        if has_weights:
             torch.zeros(1, device=device).item()  # read back, which the meta device refuses
         with _quiet_loading():
             config = transformers.AutoConfig.from_pretrained(source)
             kind = _class_of(args, config)
             options = {name: getattr(args, name) for name in ("attn_implementation", "device_map", "dtype")}
+            options |= {} if has_weights else {"device_map": "meta"}
             options = {name: value for name, value in options.items() if value is not None}
             model, info = kind.from_pretrained(source, output_loading_info=True, **options)
             processing = getattr(transformers, processor).from_pretrained(source)
@@ -93,7 +92,7 @@ def load(args: BatchConfig, processor: str) -> Loaded:
     if missing := sorted(name for name in info["missing_keys"] if name in parameters):
         names = shorten(", ".join(missing), LONGEST_LIST, placeholder=" …")
         raise InputError(f"MODEL {args.model}: has no weights for {names}: it would generate at random")
-    if args.device_map is None:
+    if args.device_map is None and has_weights:
         model.to(device)
     tokenizer = getattr(processing, "tokenizer", processing)
     return Loaded(args, model.eval(), tokenizer, getattr(processing, "feature_extractor", None))

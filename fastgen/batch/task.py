@@ -93,15 +93,16 @@ class Task:
             raise InputError(f"{args.given('speaker_id')} needs {args.named('task', ' or '.join(AUDIO_OUT))}")
         check_packages(*([] if self.reads else ["soundfile", "soxr"]), needed_by=asked)
 
-    def load(self, loaded: Loaded | None = None) -> None:
+    def load(self, loaded: Loaded | None = None, has_weights: bool = True) -> None:
         """Fills `loaded`, `input` and `output`; raises InputError if MODEL cannot do what is asked for.
 
-        loaded: a model that is there already.
+        loaded: a model that is there already. has_weights: see `model.load`.
         """
         from fastgen.batch import model, settings
         from fastgen.optimizer.transformers.kept_prefix import PrefixReuse
 
-        self.loaded = loaded or model.load(self.args, "AutoTokenizer" if self.reads else "AutoProcessor")
+        processor = "AutoTokenizer" if self.reads else "AutoProcessor"
+        self.loaded = loaded or model.load(self.args, processor, has_weights)
         self.loaded.reads = self.reads
         model.prepare_tokenizer(self.args, self.loaded.tokenizer, "left" if self.reads == "decoder" else None)
         if self.plans_by_head:  # a model that is there already may be trained between two calls

@@ -129,12 +129,10 @@ class Workers:
 
     def load(self, task: Task) -> None:
         """Loads all of the task but the weights, and waits until a worker has its model, with batches of its sizes."""
-        asked = task.args
-        task.args = replace(asked, device_map="meta")
-        task.load()
+        task.load(has_weights=False)
         while not self._idle:
             self._receive(SECONDS_BETWEEN_CHECKS)
-        args = replace(task.args, bs=self.args.bs, batch_tokens=self.args.batch_tokens, device_map=asked.device_map)
+        args = replace(task.args, bs=self.args.bs, batch_tokens=self.args.batch_tokens)
         task.args = task.loaded.args = args
 
     def run(

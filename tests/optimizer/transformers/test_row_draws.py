@@ -22,6 +22,15 @@ def test_tokens_are_drawn_with_their_probabilities() -> None:
     assert torch.allclose(shares, PROBS, atol=0.015) and (shares[PROBS == 0] == 0).all()
 
 
+def test_each_bit_of_a_key_tells_rows_apart() -> None:
+    keys = [(1 << bit, 0, 0) for bit in range(64)] + [(0, 1 << bit, 0) for bit in range(64)]
+    keys += [((1 << 64) - 7, 0, 0), ((1 << 64) - 8, 0, 0), (0, 0, 0), (0, 0, 1)]
+    draws = RowDraws(keys, CPU)
+    scores, ids = torch.zeros(len(keys), 30_000), torch.zeros(len(keys), 1, dtype=torch.int64)
+    drawn = [draws(torch.cat([ids] * length, dim=1), scores).argmax(dim=-1) for length in (1, 2, 3)]
+    assert len({*map(tuple, torch.stack(drawn, dim=1).tolist())}) == len(keys)
+
+
 def test_numbers_are_those_of_philox_in_their_order() -> None:
     generator = np.random.Philox(key=(3, 9), counter=(0, 0, 0, 1))
     draws = RowDraws([(3, 9, 1)], CPU)

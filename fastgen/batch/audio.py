@@ -4,7 +4,7 @@ What is wrong with a file is its line's error and stops no other. Nothing is cut
 of the first half of a recording looks like any other. Whisper's generate takes the features of a longer recording in
 one piece, and hears one window of them after the other (section 3.8 of its paper).
 
-Tests: tests/cli/transformers/test_cli_audio.py, tests/cli/transformers/test_cli_sounds.py
+Tests: tests/batch/test_audio.py, tests/batch/test_sounds.py
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 INPUT is read once over, to know what it is, and then again, however large it is.
 
-Tests: tests/cli/transformers/test_cli_lines.py, tests/cli/transformers/test_journal.py
+Tests: tests/batch/test_files.py, tests/batch/test_journal.py
 """
 
 from __future__ import annotations

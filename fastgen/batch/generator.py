@@ -3,7 +3,7 @@
 summarize = fastgen.TextGenerator("facebook/bart-large-cnn", beam=4, bs=16)
 [record["outputs"][0]["text"] for record in summarize(articles)]
 
-Tests: tests/cli/transformers/test_text_generator.py
+Tests: tests/batch/test_text_generator.py
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ OUTPUT, which appears under its name at once. A line that is damaged is found by
 
 A run that is complete leaves OUTPUT.run.json: its signature, and a digest by which OUTPUT is known again.
 
-Tests: tests/cli/transformers/test_journal.py, tests/cli/transformers/test_standard_output.py
+Tests: tests/batch/test_journal.py, tests/cli/transformers/test_standard_output.py
 """
 
 from __future__ import annotations

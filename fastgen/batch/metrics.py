@@ -1,6 +1,6 @@
 """References and scores: ROUGE, BLEU, chrF and exact match of generated lines; word error rate of transcripts.
 
-Tests: tests/cli/transformers/test_cli_metrics.py, tests/cli/transformers/test_cli_lines.py
+Tests: tests/batch/test_metrics.py, tests/batch/test_files.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Device, model and tokenizer of a run, and what they cannot take, each found before it fails with a traceback.
 
-Tests: tests/cli/transformers/test_cli_flags.py, tests/cli/transformers/test_cli_bad_input.py
+Tests: tests/batch/test_settings.py, tests/batch/test_bad_input.py
 """
 
 from __future__ import annotations

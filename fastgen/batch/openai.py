@@ -3,7 +3,7 @@
 Requests that ask for the same share batches. One that samples beams with a seed of its own has a batch to itself: what
 is drawn for a beam depends on the rows beside it.
 
-Tests: tests/cli/transformers/test_cli_openai.py
+Tests: tests/batch/test_openai.py
 """
 
 from __future__ import annotations

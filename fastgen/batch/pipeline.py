@@ -9,8 +9,7 @@ whichever came before; `Pipeline` hands what came of it to the journal, in the o
 split until the lines that fail stand alone. Random numbers are seeded per batch, so that a batch gives the same samples
 whoever runs it, and whenever.
 
-Tests: tests/cli/transformers/test_cli_pipeline.py, tests/cli/transformers/test_cli_memory.py,
-tests/cli/transformers/test_stage_threads.py
+Tests: tests/batch/test_pipeline.py, tests/batch/test_memory.py, tests/batch/test_stage_threads.py
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ lines of one length go together: read ahead a window of lines, sort, cut. The cu
 never on what a device could hold: every run, also one that goes on, has the same batches under the same numbers.
 Prompts of decoder-only models that begin alike get batches of their own, and their beginning is kept between them.
 
-Tests: tests/cli/transformers/test_cli_batches.py, tests/cli/transformers/test_cli_default_batch.py,
-tests/cli/transformers/test_cli_heads.py
+Tests: tests/batch/test_planner.py, tests/batch/test_default_batch.py, tests/batch/test_heads.py
 """
 
 from __future__ import annotations

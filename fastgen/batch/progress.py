@@ -1,6 +1,6 @@
 """How somebody follows a run, and asks for its end; the command has its own of both.
 
-Tests: tests/cli/transformers/test_cli_progress.py, tests/cli/transformers/test_cli_ends.py
+Tests: tests/cli/transformers/test_progress.py, tests/cli/transformers/test_ends.py
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Fields of JSON are read and written by Python, which decides how a number looks: 1E3 becomes 1000.0.
 
-Tests: tests/cli/transformers/test_cli_postprocess.py, tests/cli/transformers/test_cli_openai.py
+Tests: tests/batch/test_records.py, tests/batch/test_openai.py
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 OUTPUT keeps the signature of the run that made it, by which --resume and --merge know it. What decides which line a
 record is of, and what it looks like, must be as it was; other flags may be why lines failed (--bs, --truncation).
 
-Tests: tests/cli/transformers/test_cli_retry.py
+Tests: tests/batch/test_retry.py
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Whatever can be wrong with settings and files, and with a run that resumes, is found before torch and transformers are
 imported.
 
-Tests: tests/cli/transformers/test_cli_generate.py, tests/cli/transformers/test_cli_bad_input.py
+Tests: tests/batch/test_run.py, tests/batch/test_bad_input.py
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Multilingual models differ in where they want the languages. Most tokenizers (NL
 code around the input and the decoder is forced to begin with the target's. The first mBART and PLBart were trained
 with the target's code as the decoder's first input. SeamlessM4T and Whisper look languages up inside generate.
 
-Tests: tests/cli/transformers/test_cli_flags.py, tests/cli/transformers/test_cli_file_order.py
+Tests: tests/batch/test_settings.py, tests/batch/test_file_order.py
 """
 
 from __future__ import annotations

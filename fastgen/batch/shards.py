@@ -5,7 +5,7 @@
 
 All shards together make the batches that one run makes, under the same numbers, and so write the same records.
 
-Tests: tests/cli/transformers/test_cli_shards.py
+Tests: tests/batch/test_shards.py
 """
 
 from __future__ import annotations

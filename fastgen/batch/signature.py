@@ -2,7 +2,7 @@
 
 Names are those under which a difference is reported. Nothing here loads the model: another one is found by its files.
 
-Tests: tests/cli/transformers/test_cli_signature.py
+Tests: tests/batch/test_signature.py
 """
 
 from __future__ import annotations

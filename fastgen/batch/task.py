@@ -9,7 +9,7 @@
 
 Modules that import torch are imported by `load`.
 
-Tests: tests/cli/transformers/test_cli_speech.py, tests/cli/transformers/test_cli_long_recordings.py
+Tests: tests/batch/test_speech.py, tests/batch/test_long_recordings.py
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What is wrong with a line is that line's error and stops no other.
 
-Tests: tests/cli/transformers/test_cli_preprocess.py, tests/cli/transformers/test_cli_postprocess.py
+Tests: tests/batch/test_text.py, tests/batch/test_records.py
 """
 
 from __future__ import annotations

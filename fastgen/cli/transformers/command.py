@@ -2,7 +2,7 @@
 
 The counterpart of fastseq-generate-for-transformers, with its flags; fastgen.batch does the work.
 
-Tests: tests/cli/transformers/test_cli_generate.py, tests/cli/transformers/test_cli_ends.py
+Tests: tests/batch/test_run.py, tests/cli/transformers/test_ends.py
 """
 
 from __future__ import annotations

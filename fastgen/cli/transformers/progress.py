@@ -2,7 +2,7 @@
 
 Inputs that failed are always named.
 
-Tests: tests/cli/transformers/test_cli_progress.py
+Tests: tests/cli/transformers/test_progress.py
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Names and meanings are FastSeq's, so that its command lines keep working; every field of transformers' GenerationConfig
 is a setting as well. Nothing here imports torch: a mistake is reported before anything slow happens.
 
-Tests: tests/batch/test_settings.py, tests/cli/transformers/test_bad_flags.py
+Tests: tests/batch/test_settings.py, tests/cli/transformers/test_flags.py
 """
 
 from __future__ import annotations

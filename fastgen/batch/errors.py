@@ -1,6 +1,6 @@
 """Errors that a user can do something about.
 
-Tests: tests/cli/transformers/test_bad_flags.py, tests/cli/transformers/test_ends.py
+Tests: tests/cli/transformers/test_flags.py, tests/cli/transformers/test_ends.py
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A check returns the value that a setting means, or raises BadValue with what would be accepted.
 
-Tests: tests/batch/test_settings.py, tests/cli/transformers/test_bad_flags.py
+Tests: tests/batch/test_settings.py, tests/cli/transformers/test_flags.py
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ On Ctrl-C or SIGTERM a run finishes its batch in flight, and ends in time whatev
 KeyboardInterrupt between two of its instructions: a command that is inside one long call, or whose library swallows the
 exception (a bare `except` around an optional import), would go on for as long as it likes.
 
-Tests: tests/cli/transformers/test_bad_flags.py, tests/cli/transformers/test_ends.py,
+Tests: tests/cli/transformers/test_flags.py, tests/cli/transformers/test_ends.py,
 tests/cli/fairseq/test_cli_fairseq_ends.py
 """
 

@@ -2,7 +2,6 @@
 
 import json
 import struct
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -30,11 +29,9 @@ EXTRACTORS = {
     "wav2vec2": Wav2Vec2FeatureExtractor(return_attention_mask=True),
 }
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """Paths are relative to the current folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -77,7 +74,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("extractor", EXTRACTORS)
-def test_features_and_batches_are_those_of_a_plain_loop(extractor: str) -> None:
+def test_features_and_batches_are_those_of_a_plain_loop(extractor):
     files = [save(f"{number}.wav", sound(0.4 + 0.5 * number, seed=number), subtype="FLOAT") for number in range(3)]
     sounds = [soundfile.read(file, dtype="float32")[0] for file in files]
     expected = plain(sounds, extractor)
@@ -90,7 +87,7 @@ def test_features_and_batches_are_those_of_a_plain_loop(extractor: str) -> None:
 
 
 @pytest.mark.parametrize("ending", ["wav", "flac", "ogg", "mp3"])
-def test_channels_are_averaged_and_rates_converted(ending: str) -> None:
+def test_channels_are_averaged_and_rates_converted(ending):
     file = save(f"stereo.{ending}", sound(1.5, rate=44100, channels=2), 44100)
     samples, rate = soundfile.read(file, dtype="float32")
     assert samples.shape == (66150, 2)
@@ -138,7 +135,7 @@ def make_speech2text() -> transformers.Speech2TextForConditionalGeneration:
 
 
 @pytest.mark.parametrize(("extractor", "make"), [("whisper", make_whisper), ("speech2text", make_speech2text)])
-def test_models_generate_from_it_what_they_generate_in_a_plain_loop(extractor: str, make: Callable) -> None:
+def test_models_generate_from_it_what_they_generate_in_a_plain_loop(extractor, make):
     model = make()
     files = [save(f"{number}.wav", sound(0.6 + 0.7 * number, seed=number)) for number in range(3)]
     sounds = [soundfile.read(file, dtype="float32")[0] for file in files]
@@ -151,7 +148,7 @@ def test_models_generate_from_it_what_they_generate_in_a_plain_loop(extractor: s
 
 
 @pytest.mark.parametrize("rate", [RATE, 44100])
-def test_sound_that_is_longer_than_the_model_hears_is_never_cut(rate: int) -> None:
+def test_sound_that_is_longer_than_the_model_hears_is_never_cut(rate):
     extractor = EXTRACTORS["whisper"]
     most = extractor.chunk_length * rate
     just = save("just.wav", np.zeros(most, np.float32) + sound(1)[0], rate)
@@ -165,7 +162,7 @@ def test_sound_that_is_longer_than_the_model_hears_is_never_cut(rate: int) -> No
     assert prepare([save("long.wav", sound(40, rate), rate)], "speech2text")[0].error is None
 
 
-def test_unusable_files_are_their_lines_errors(folder: Path) -> None:
+def test_unusable_files_are_their_lines_errors(folder):
     good = save("good.wav", sound(1))
     (folder / "text.wav").write_text("hello")
     (folder / "nothing.wav").write_bytes(b"")
@@ -209,7 +206,7 @@ def test_unusable_files_are_their_lines_errors(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the feature extractor, about means of nothing
-def test_sound_without_features_is_its_lines_error() -> None:
+def test_sound_without_features_is_its_lines_error():
     silent = save("silent.wav", np.zeros(RATE, np.float32))
     short = save("short.wav", sound(0.02))
     shorter = save("shorter.wav", sound(0.001))
@@ -221,7 +218,7 @@ def test_sound_without_features_is_its_lines_error() -> None:
     assert prepare([silent])[0].error is None  # Whisper hears silence
 
 
-def test_a_stream_of_unknown_length_is_read_to_its_end(folder: Path) -> None:
+def test_a_stream_of_unknown_length_is_read_to_its_end(folder):
     whole = bytearray(Path(save("whole.wav", sound(2))).read_bytes())
     size = whole.find(b"data") + 4
     whole[size : size + 4] = struct.pack("<I", 0xFFFFFFFF)  # as programs write it that cannot go back
@@ -236,7 +233,7 @@ def id3(size: int) -> bytes:
 
 
 @pytest.mark.parametrize("ending", ["wav", "aiff", "au", "flac", "mp3"])
-def test_a_sound_behind_a_tag_is_read_whole(folder: Path, ending: str) -> None:
+def test_a_sound_behind_a_tag_is_read_whole(folder, ending):
     whole = Path(save(f"whole.{ending}", sound(2))).read_bytes()
     (folder / f"tagged.{ending}").write_bytes(id3(64_000) + whole)
     tagged, plainly = prepare([f"tagged.{ending}", f"whole.{ending}"])
@@ -245,7 +242,7 @@ def test_a_sound_behind_a_tag_is_read_whole(folder: Path, ending: str) -> None:
     assert prepare([f"cut.{ending}"])[0].error.startswith(f"cut.{ending}: ")
 
 
-def test_an_mp3_may_begin_in_the_middle_of_a_frame(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_mp3_may_begin_in_the_middle_of_a_frame(folder, caplog):
     whole = Path(save("whole.mp3", sound(4), bitrate_mode="CONSTANT", compression_level=0.3)).read_bytes()
     (folder / "whole.mp3").write_bytes(id3(300) + whole)
     prepare(["whole.mp3"])
@@ -265,7 +262,7 @@ def test_an_mp3_may_begin_in_the_middle_of_a_frame(folder: Path, caplog: pytest.
     assert "; the sound goes on after that" in caplog.messages[0]
 
 
-def test_a_flac_without_a_length_is_named(folder: Path) -> None:
+def test_a_flac_without_a_length_is_named(folder):
     whole = bytearray(Path(save("whole.flac", sound(1))).read_bytes())
     whole[21] &= 0xF0
     whole[22:26] = bytes(4)  # 36 bits, as encoders write them that cannot go back
@@ -275,7 +272,7 @@ def test_a_flac_without_a_length_is_named(folder: Path) -> None:
         assert found.error.startswith("stream.flac: does not say in its header how long it is")
 
 
-def test_threads_may_share_a_feature_extractor() -> None:
+def test_threads_may_share_a_feature_extractor():
     files = [save(f"{number}.wav", sound(0.2 + 0.1 * number)) for number in range(8)]
     expected = prepare(files)
     with ThreadPoolExecutor(4) as threads:

@@ -19,15 +19,8 @@ from fastgen.batch.task import task_for
 from fastgen.cli.transformers.args import parse_arguments
 from fastgen.cli.transformers.command import main
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CPU = torch.device("cpu")
 SPEECH = ("--task", "automatic-speech-recognition")
-
-
-@pytest.fixture(scope="module")
-def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_bart(tmp_path_factory.mktemp("bart"))
 
 
 def chosen(folder: Path, *flags: object) -> tuple[int | None, int | None]:
@@ -47,13 +40,11 @@ def chosen(folder: Path, *flags: object) -> tuple[int | None, int | None]:
         (("--batch_tokens", 99), None, 99),
     ],
 )
-def test_a_small_model_has_the_batches_that_gain(bart: Path, flags: tuple, inputs: int, tokens: int) -> None:
+def test_a_small_model_has_the_batches_that_gain(bart, flags, inputs, tokens):
     assert chosen(bart, *flags) == (inputs, tokens)
 
 
-def test_memory_limits_batches_and_what_is_free_in_it_does_not_count(
-    bart: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_limits_batches_and_what_is_free_in_it_does_not_count(bart, monkeypatch):
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(bart)
     weights = 4 * sum(weight.numel() for weight in model.parameters())
     token = 2 * 16 * 4  # one layer of keys and values
@@ -68,9 +59,7 @@ def test_memory_limits_batches_and_what_is_free_in_it_does_not_count(
         assert chosen(bart, "--beam", 4) == (inputs, tokens)
 
 
-def test_a_run_that_goes_on_has_the_batches_of_the_first_on_any_machine(
-    tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_run_that_goes_on_has_the_batches_of_the_first_on_any_machine(tmp_path, bart, monkeypatch, capsys):
     (tmp_path / "in").write_text("".join(line + "\n" for line in sentences(9)))
     command = [str(bart), str(tmp_path / "in"), str(tmp_path / "out"), "--resume"]
     assert main(command) == 0
@@ -81,7 +70,7 @@ def test_a_run_that_goes_on_has_the_batches_of_the_first_on_any_machine(
     assert "--bs was 256, is 9" in capsys.readouterr().err
 
 
-def test_sounds_have_no_tokens(tmp_path: Path) -> None:
+def test_sounds_have_no_tokens(tmp_path):
     assert chosen(save_whisper(tmp_path / "whisper"), *SPEECH) == (8, None)
 
 
@@ -95,7 +84,7 @@ def save_llama(folder: Path) -> Path:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("save", [save_bart, save_t5, save_gpt2, save_llama])
-def test_the_bytes_of_a_token_are_those_in_the_cache(tmp_path: Path, save: object, dtype: torch.dtype) -> None:
+def test_the_bytes_of_a_token_are_those_in_the_cache(tmp_path, save, dtype):
     folder = save(tmp_path / "model")
     kind = transformers.AutoModelForCausalLM if save in (save_gpt2, save_llama) else transformers.AutoModelForSeq2SeqLM
     model = kind.from_pretrained(folder, dtype=dtype).eval()
@@ -107,7 +96,7 @@ def test_the_bytes_of_a_token_are_those_in_the_cache(tmp_path: Path, save: objec
 
 
 @pytest.mark.parametrize("mapping", [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES])
-def test_every_architecture_has_a_number(mapping: dict[str, str]) -> None:
+def test_every_architecture_has_a_number(mapping):
     for name in mapping:
         try:
             config = transformers.AutoConfig.for_model(name)
@@ -116,7 +105,7 @@ def test_every_architecture_has_a_number(mapping: dict[str, str]) -> None:
         assert key_value_bytes(config.get_text_config(decoder=True), torch.float32) > 0, name
 
 
-def test_a_container_has_the_memory_that_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_has_the_memory_that_it_is_given(tmp_path, monkeypatch):
     machine = total_memory(CPU)
     assert machine > 1 << 28
     (tmp_path / "max").write_text("max\n")
@@ -131,7 +120,7 @@ def test_a_container_has_the_memory_that_it_is_given(tmp_path: Path, monkeypatch
     assert total_memory(CPU) == 8 << 30
 
 
-def test_the_summary_says_what_was_chosen(tmp_path: Path, bart: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_summary_says_what_was_chosen(tmp_path, bart, capsys):
     (tmp_path / "in").write_text("".join(line + "\n" for line in sentences(300, longest=3)))
     said = "batches, chosen for MODEL and this machine: --bs 256 --batch_tokens 16384"
     assert main([str(bart), str(tmp_path / "in"), str(tmp_path / "default")]) == 0

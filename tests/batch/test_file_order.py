@@ -19,11 +19,8 @@ LINES[::6] = ["word1", "word2", "word3", "word4"]
 LINES[3] = " ".join(WORDS[:50])
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     save_gpt2(folder / "gpt2")
     save_bart(folder / "bart")
@@ -101,7 +98,7 @@ INDEPENDENT = [
 
 
 @pytest.mark.parametrize(("model", "flags"), INDEPENDENT)
-def test_there_is_no_reason_where_no_output_depends_on_its_batch(models: Path, model: str, flags: list[str]) -> None:
+def test_there_is_no_reason_where_no_output_depends_on_its_batch(models, model, flags):
     loaded, reasons = load(models, model, flags)
     assert (reasons, differ(loaded)) == ([], 0)
 
@@ -147,20 +144,20 @@ DEPENDENT = [
 
 
 @pytest.mark.parametrize(("model", "flags", "reason"), DEPENDENT)
-def test_each_reason_is_one(models: Path, model: str, flags: list[str], reason: str) -> None:
+def test_each_reason_is_one(models, model, flags, reason):
     loaded, reasons = load(models, model, flags)
     assert reasons == [reason]
     assert differ(loaded) > 0
 
 
-def test_settings_that_end_or_redo_whole_batches_are_reasons(models: Path) -> None:
+def test_settings_that_end_or_redo_whole_batches_are_reasons(models):
     assert load(models, "bart", ["--gen", "max_time=5"])[1] == ["max_time ends whole batches"]
     assert load(models, "gpt2", ["--causal_lm", "--gen", "token_healing=true"])[1] == [
         "token_healing pads the prompts again"
     ]
 
 
-def test_the_models_own_settings_and_those_of_a_file_count(models: Path, tmp_path: Path) -> None:
+def test_the_models_own_settings_and_those_of_a_file_count(models, tmp_path):
     (tmp_path / "settings.json").write_text('{"do_sample": true}')
     flags = ["--generation_config", str(tmp_path / "settings.json")]
     assert load(models, "bart", flags)[1] == []  # each line has random numbers of its own
@@ -169,9 +166,7 @@ def test_the_models_own_settings_and_those_of_a_file_count(models: Path, tmp_pat
     assert load(models, "bart", [*flags, "--gen", "do_sample=false"])[1] == []
 
 
-def test_repetition_penalty_is_a_reason_exactly_where_it_changes_outputs(
-    models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repetition_penalty_is_a_reason_exactly_where_it_changes_outputs(models, monkeypatch):
     flags = ["--causal_lm", "--repetition_penalty", "3", *LIKELY_END]
     loaded, reasons = load(models, "gpt2", flags)
     assert bool(reasons) == bool(differ(loaded))

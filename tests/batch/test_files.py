@@ -65,7 +65,7 @@ def fifo(path: Path, *pieces: bytes) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("data", CONTENTS, ids=range(len(CONTENTS)))
-def test_every_byte_between_line_feeds_is_a_line(tmp_path: Path, data: bytes) -> None:
+def test_every_byte_between_line_feeds_is_a_line(tmp_path, data):
     path = tmp_path / "in"
     path.write_bytes(data)
     expected = list(enumerate(lines_of(data), start=1))
@@ -77,7 +77,7 @@ def test_every_byte_between_line_feeds_is_a_line(tmp_path: Path, data: bytes) ->
         assert read_all(pipe) == expected
 
 
-def test_a_file_of_lone_crs_is_lines(tmp_path: Path) -> None:
+def test_a_file_of_lone_crs_is_lines(tmp_path):
     expected = [[b"one", b"two", b"", b"three"], [b"one", b"two"], [b"", b""], None, [b"one\r"], [b"one\rtwo"]]
     for data, lines in zip(CRS, expected, strict=True):
         (tmp_path / "in").write_bytes(data)
@@ -94,7 +94,7 @@ def test_a_file_of_lone_crs_is_lines(tmp_path: Path) -> None:
         assert [raw for _, raw in read_all(pipe)] == [b"one\r", b"two\r"]
 
 
-def test_the_lines_up_to_n_obs_are_read(tmp_path: Path) -> None:
+def test_the_lines_up_to_n_obs_are_read(tmp_path):
     path = tmp_path / "in"
     path.write_bytes(CONTENTS[-1])
     everything = list(enumerate(lines_of(CONTENTS[-1]), start=1))
@@ -102,7 +102,7 @@ def test_the_lines_up_to_n_obs_are_read(tmp_path: Path) -> None:
         assert read_all(path, n_obs=n_obs) == everything[:n_obs]
 
 
-def test_chunks_are_limited_by_lines_and_by_bytes(tmp_path: Path) -> None:
+def test_chunks_are_limited_by_lines_and_by_bytes(tmp_path):
     path = tmp_path / "in"
     path.write_bytes(b"".join(b"x" * size + b"\n" for size in [10] * 20 + [60, 60, 500, 10, 10]))
     sizes = [[len(line.raw) for line in chunk] for chunk in read_chunks(str(path), lines=8)]
@@ -112,7 +112,7 @@ def test_chunks_are_limited_by_lines_and_by_bytes(tmp_path: Path) -> None:
     assert sum(map(len, chunks)) == 100 and max(map(len, chunks)) <= READ_BLOCK // 5000 + 1
 
 
-def test_lines_of_a_slow_stream_are_handed_on_when_they_come_and_no_more_are_waited_for(tmp_path: Path) -> None:
+def test_lines_of_a_slow_stream_are_handed_on_when_they_come_and_no_more_are_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     writer = os.open(tmp_path / "pipe", os.O_RDWR)
     try:
@@ -125,7 +125,7 @@ def test_lines_of_a_slow_stream_are_handed_on_when_they_come_and_no_more_are_wai
         os.close(writer)
 
 
-def test_of_a_long_line_only_the_beginning_is_kept(tmp_path: Path) -> None:
+def test_of_a_long_line_only_the_beginning_is_kept(tmp_path):
     data = b"one\n" + b"x" * 50_000_000 + b"\ntwo\n" + b"y" * 300_000 + b"\n" + b"z" * 300_001
     (tmp_path / "in").write_bytes(data)
     tracemalloc.start()
@@ -138,7 +138,7 @@ def test_of_a_long_line_only_the_beginning_is_kept(tmp_path: Path) -> None:
     assert peak < 3 << 20
 
 
-def test_memory_stays_flat_on_a_stream_of_any_size(tmp_path: Path) -> None:
+def test_memory_stays_flat_on_a_stream_of_any_size(tmp_path):
     block = b"".join(b"x" * (number % 500) + b"\n" for number in range(1000))
     with fifo(tmp_path / "pipe", *[block] * 100) as pipe:
         lines = 0
@@ -156,7 +156,7 @@ def test_memory_stays_flat_on_a_stream_of_any_size(tmp_path: Path) -> None:
     assert found.lines == 100_000 and peak < 4 << 20
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_named(tmp_path):
     for name, message in (("none", "there is no such file"), ("", "Is a directory")):
         path = str(tmp_path / name)
         assert not is_stream(path)
@@ -167,7 +167,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert is_stream("/dev/null") and is_stream("-")
 
 
-def test_references_are_text_and_a_bad_one_is_named_by_its_line(tmp_path: Path) -> None:
+def test_references_are_text_and_a_bad_one_is_named_by_its_line(tmp_path):
     path = tmp_path / "references"
     path.write_bytes("\ufeffeins\r\nzwei \n\u2028\n\nfünf".encode())
     assert read_references("--reference_path", str(path)) == ["eins", "zwei ", "\u2028", "", "fünf"]
@@ -178,7 +178,7 @@ def test_references_are_text_and_a_bad_one_is_named_by_its_line(tmp_path: Path) 
         read_references("--reference_path", str(path))
 
 
-def test_references_can_be_a_field_of_records(tmp_path: Path) -> None:
+def test_references_can_be_a_field_of_records(tmp_path):
     path = tmp_path / "records"
     path.write_text('\ufeff{"a": {"b": "one"}}\r\n\n{"a": {"b": "two"}}', encoding="utf-8")
     assert read_references("INPUT", str(path), "a.b") == ["one", "", "two"]
@@ -193,7 +193,7 @@ def test_references_can_be_a_field_of_records(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", CONTENTS, ids=range(len(CONTENTS)))
-def test_a_compressed_file_has_the_lines_of_its_content(tmp_path: Path, data: bytes) -> None:
+def test_a_compressed_file_has_the_lines_of_its_content(tmp_path, data):
     plain, packed = tmp_path / "in", tmp_path / "in.gz"
     plain.write_bytes(data)
     half = len(data) // 2
@@ -203,7 +203,7 @@ def test_a_compressed_file_has_the_lines_of_its_content(tmp_path: Path, data: by
 
 
 @pytest.mark.parametrize("end", ["xz", "bz2"])
-def test_other_compressions_and_urls_are_read_as_well(tmp_path: Path, end: str) -> None:
+def test_other_compressions_and_urls_are_read_as_well(tmp_path, end):
     plain, packed = tmp_path / "in", tmp_path / f"in.{end}"
     plain.write_bytes(CONTENTS[-1])
     packed.write_bytes({"xz": lzma, "bz2": bz2}[end].compress(CONTENTS[-1]))
@@ -216,7 +216,7 @@ def test_other_compressions_and_urls_are_read_as_well(tmp_path: Path, end: str) 
         survey("nothing://at.all")
 
 
-def test_a_file_that_is_no_whole_gzip_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_no_whole_gzip_is_named(tmp_path):
     path = tmp_path / "in.gz"
     whole = gzip.compress(random.Random(0).randbytes(100_000))
     for data in (b"plain text\n", whole[:-9], whole[:5000] + b"x" * 5000 + whole[10_000:]):
@@ -238,7 +238,7 @@ def read():
 """
 
 
-def test_standard_input_is_read_and_process_substitution_too(tmp_path: Path) -> None:
+def test_standard_input_is_read_and_process_substitution_too(tmp_path):
     (tmp_path / "read.py").write_text(READ_STDIN + "read()\n")
     code = "from fastgen.batch.files import *\nimport sys\npath = sys.argv[1]\n"
     code += "assert is_stream(path)\nprint(*(line.raw for chunk in read_chunks(path) for line in chunk), sep=chr(10))\n"
@@ -251,7 +251,7 @@ def test_standard_input_is_read_and_process_substitution_too(tmp_path: Path) -> 
     assert b"INPUT -: standard input is closed" in done.stderr
 
 
-def test_a_program_ends_while_a_thread_still_waits_for_standard_input() -> None:
+def test_a_program_ends_while_a_thread_still_waits_for_standard_input():
     code = READ_STDIN + "threading.Thread(target=read, daemon=True).start()\ncame.wait()\ntime.sleep(0.5)\n"
     run = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -268,7 +268,7 @@ def test_a_program_ends_while_a_thread_still_waits_for_standard_input() -> None:
         stream.close()
 
 
-def test_a_pipe_that_is_set_to_non_blocking_is_waited_for() -> None:
+def test_a_pipe_that_is_set_to_non_blocking_is_waited_for():
     """Reading nothing from it is not its end."""
     code = READ_STDIN + "import os\nos.set_blocking(0, False)\nprint('reads', flush=True)\nread()\n"
     with subprocess.Popen(
@@ -284,7 +284,7 @@ def test_a_pipe_that_is_set_to_non_blocking_is_waited_for() -> None:
         assert run.stdout.read() == b"b'one'\n"
 
 
-def test_files_are_checked_without_loading_torch(tmp_path: Path) -> None:
+def test_files_are_checked_without_loading_torch(tmp_path):
     (tmp_path / "in").write_text("one\n")
     code = (
         "import sys\nfrom fastgen.cli.transformers.args import parse_arguments\n"

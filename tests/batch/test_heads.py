@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from cli_loop import generate, plain_loop
-from cli_models import WORDS, save_gpt2, sentences
+from cli_models import WORDS, sentences
 
 import fastgen
 from fastgen.batch.files import Line
@@ -18,7 +17,7 @@ from fastgen.batch.task import Task
 from fastgen.cli.transformers.command import main
 from fastgen.optimizer.transformers import prefixes
 
-pytestmark = pytest.mark.usefixtures("one_thread", "share_always")
+pytestmark = pytest.mark.usefixtures("share_always")
 
 SYSTEM = " ".join(random.Random(3).choices(WORDS, k=42))
 OTHER = " ".join(random.Random(4).choices(WORDS, k=44))
@@ -26,13 +25,8 @@ LINES = [f"{SYSTEM} {line}" for line in sentences(22, longest=9)]
 MIXED = [f"{OTHER if number % 2 else SYSTEM} {line}" for number, line in enumerate(sentences(24, longest=9))]
 
 
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_gpt2(tmp_path_factory.mktemp("gpt2"))
-
-
 @pytest.fixture
-def filled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def filled(monkeypatch):
     """How many tokens of each call were kept."""
     lengths: list[int] = []
     real = prefixes.fill_sync
@@ -54,18 +48,18 @@ def items(*beginnings: tuple[int, int], seed: int = 0) -> list[Item]:
 
 
 @pytest.mark.parametrize(("common", "head"), ((31, 0), (32, 32), (39, 32), (40, 40), (49, 40), (50, 50), (200, 190)))
-def test_a_head_is_rounded_down(common: int, head: int) -> None:
+def test_a_head_is_rounded_down(common, head):
     assert common_head(items(*[(7, common)] * 3)) == head
 
 
-def test_a_token_of_each_input_stays_behind_the_head() -> None:
+def test_a_token_of_each_input_stays_behind_the_head():
     found = items((7, 60), (7, 60))
     found[1].arrays = {"input_ids": np.full(40, 7)}
     assert common_head(found) == 32  # not 40
     assert common_head([]) == 0
 
 
-def test_inputs_that_begin_alike_share_batches_if_they_fill_one() -> None:
+def test_inputs_that_begin_alike_share_batches_if_they_fill_one():
     planner = Planner(4, None, 99, by_head=True)
     beginnings = [(7, 40), (8, 64)] * 5 + [(9, 50)] * 3 + [(1, 3)] * 2
     batches = [*planner(items(*beginnings))]
@@ -75,7 +69,7 @@ def test_inputs_that_begin_alike_share_batches_if_they_fill_one() -> None:
     assert [batch.ends_window for batch in batches] == [False] * 5 + [True]
 
 
-def test_without_heads_batches_are_sorted_by_length_alone() -> None:
+def test_without_heads_batches_are_sorted_by_length_alone():
     planner = Planner(4, None, 99)
     batches = [*planner(items(*[(7, 40), (8, 64)] * 5))]
     assert [batch.head for batch in batches] == [0] * 3
@@ -84,23 +78,21 @@ def test_without_heads_batches_are_sorted_by_length_alone() -> None:
     )
 
 
-def test_in_the_order_of_input_a_head_is_that_of_two_batches() -> None:
+def test_in_the_order_of_input_a_head_is_that_of_two_batches():
     planner = Planner(2, None, 99, sorts=False, by_head=True)
     batches = [*planner(items(*[(7, 40)] * 4, *[(8, 64)] * 4))]
     assert [batch.head for batch in batches] == [40, 40, 0, 62]
 
 
 @pytest.mark.parametrize("beams", (1, 3))
-def test_outputs_are_those_of_a_plain_loop_and_heads_are_kept(
-    tmp_path: Path, gpt2: Path, filled: list[int], beams: int
-) -> None:
+def test_outputs_are_those_of_a_plain_loop_and_heads_are_kept(tmp_path, gpt2, filled, beams):
     expected = plain_loop(gpt2, LINES, 5, causal_lm=True, num_beams=beams, max_new_tokens=6)
     flags = ("--causal_lm", "--bs", 5, "--beam", beams, "--max_new_tokens", 6)
     assert generate(tmp_path, gpt2, LINES, *flags) == expected
     assert filled == [0, 40, 40, 40, 40]
 
 
-def test_a_prefix_of_all_lines_is_kept(tmp_path: Path, gpt2: Path, filled: list[int]) -> None:
+def test_a_prefix_of_all_lines_is_kept(tmp_path, gpt2, filled):
     lines = sentences(22, longest=9)
     expected = plain_loop(gpt2, LINES, 5, causal_lm=True, max_new_tokens=6)
     flags = ("--causal_lm", "--bs", 5, "--max_new_tokens", 6, "--prefix", f"{SYSTEM} ")
@@ -108,15 +100,13 @@ def test_a_prefix_of_all_lines_is_kept(tmp_path: Path, gpt2: Path, filled: list[
     assert filled == [0, 40, 40, 40, 40]
 
 
-def test_two_beginnings_that_alternate_are_kept_one_after_the_other(
-    tmp_path: Path, gpt2: Path, filled: list[int]
-) -> None:
+def test_two_beginnings_that_alternate_are_kept_one_after_the_other(tmp_path, gpt2, filled):
     expected = plain_loop(gpt2, MIXED, 6, causal_lm=True, max_new_tokens=6)
     assert generate(tmp_path, gpt2, MIXED, "--causal_lm", "--bs", 6, "--max_new_tokens", 6) == expected
     assert filled == [0, 40, 0, 40]
 
 
-def test_sampling_keeps_the_order_of_input_and_its_heads(tmp_path: Path, gpt2: Path, filled: list[int]) -> None:
+def test_sampling_keeps_the_order_of_input_and_its_heads(tmp_path, gpt2, filled):
     flags = ("--causal_lm", "--do_sample", "--bs", 4, "--seed", 3, "--max_new_tokens", 6)
     found = generate(tmp_path, gpt2, LINES, *flags)
     assert filled[0] == 0 and set(filled[1:]) == {40}
@@ -127,8 +117,8 @@ def test_sampling_keeps_the_order_of_input_and_its_heads(tmp_path: Path, gpt2: P
 @pytest.mark.parametrize("sampling", ((), ("--do_sample", "--seed", "3")), ids=("beams", "samples"))
 @pytest.mark.parametrize("batches", (1, 2, 4))
 def test_a_run_that_goes_on_writes_the_same_to_the_last_bit_of_a_score(
-    tmp_path: Path, gpt2: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str], sampling: tuple, batches: int
-) -> None:
+    tmp_path, gpt2, monkeypatch, lines, sampling, batches
+):
     """Whatever was kept when it was interrupted."""
     (tmp_path / "in").write_text("".join(f"{line}\n" for line in lines))
     flags = ["--causal_lm", "--bs", "4", "--beam", "2", "--max_new_tokens", "6", "--output_format", "jsonl", *sampling]
@@ -149,7 +139,7 @@ def test_a_run_that_goes_on_writes_the_same_to_the_last_bit_of_a_score(
     assert b'"score": ' in (tmp_path / "out").read_bytes()
 
 
-def test_weights_that_change_between_two_lists_are_seen(gpt2: Path, filled: list[int]) -> None:
+def test_weights_that_change_between_two_lists_are_seen(gpt2, filled):
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(gpt2)
@@ -163,7 +153,7 @@ def test_weights_that_change_between_two_lists_are_seen(gpt2: Path, filled: list
     assert 0 not in filled
 
 
-def test_few_tokens_are_not_kept(tmp_path: Path, gpt2: Path, filled: list[int]) -> None:
+def test_few_tokens_are_not_kept(tmp_path, gpt2, filled):
     lines = [" ".join(line.split()[42 - LEAST_HEAD + 1 :]) for line in LINES]
     expected = plain_loop(gpt2, lines, 5, causal_lm=True, max_new_tokens=6)
     assert generate(tmp_path, gpt2, lines, "--causal_lm", "--bs", 5, "--max_new_tokens", 6) == expected

@@ -13,7 +13,6 @@ import pytest
 import soundfile
 import torch
 import transformers
-from cli_language_models import save_whisper
 
 import fastgen
 from fastgen.batch.pipeline import batch_seed
@@ -24,16 +23,9 @@ RATE = 16000
 SECONDS = {"a": 5.0, "b": 0.8, "c": 7.313, "d": 2.0, "e": 3.1, "f": 2.0001, "g": 1.2}  # two are heard at once
 FALLBACK = {"temperature": [0.0, 0.4, 0.8], "logprob_threshold": -1.0, "compression_ratio_threshold": 1.35}
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def whisper(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_whisper(tmp_path_factory.mktemp("whisper"))
-
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """The current one, with a WAV file of noise for each of SECONDS."""
     monkeypatch.chdir(tmp_path)
     draw = np.random.default_rng(0)
@@ -87,9 +79,7 @@ def outputs_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("window", [(), ("--window", "0")], ids=("sorted", "in order"))
-def test_each_recording_has_the_text_and_the_segments_of_a_call_of_its_own(
-    whisper: Path, beams: int, window: tuple[str, ...]
-) -> None:
+def test_each_recording_has_the_text_and_the_segments_of_a_call_of_its_own(whisper, beams, window):
     flags = ("--beam", str(beams), "--bs", "4", *window)
     records = command(whisper, "abcdefg", *flags)
     assert [record["line"] for record in records] == [*range(1, 8)]
@@ -105,14 +95,14 @@ def test_each_recording_has_the_text_and_the_segments_of_a_call_of_its_own(
     assert text == [output["text"] for output in outputs_of(records)]
 
 
-def test_short_recordings_have_segments_where_timestamps_are_asked_for(whisper: Path) -> None:
+def test_short_recordings_have_segments_where_timestamps_are_asked_for(whisper):
     records = command(whisper, "bad", "--gen", "return_timestamps=true", "--bs", "4")
     expected = plain(whisper, "bad")
     # The times of one window are told by its timestamps only.
     assert outputs_of(records) == expected
 
 
-def test_segments_belong_to_one_of_several_outputs(whisper: Path) -> None:
+def test_segments_belong_to_one_of_several_outputs(whisper):
     flags = ("--beam", "4", "--num_return_sequences", "2")
     records = command(whisper, "ae", *flags)
     assert [len(record["outputs"]) for record in records] == [2, 2]
@@ -120,7 +110,7 @@ def test_segments_belong_to_one_of_several_outputs(whisper: Path) -> None:
         assert "".join(segment["text"] for segment in output["segments"]) == output["text"]
 
 
-def test_settings_of_long_recordings(whisper: Path, capsys: pytest.CaptureFixture) -> None:
+def test_settings_of_long_recordings(whisper, capsys):
     settings = FALLBACK | {"condition_on_prev_tokens": True}
     flags = [f"--gen={name}={json.dumps(value)}" for name, value in settings.items()]
     records = command(whisper, "ace", *flags, "--beam", "3", "--seed", "3", "--bs", "1")
@@ -133,19 +123,19 @@ def test_settings_of_long_recordings(whisper: Path, capsys: pytest.CaptureFixtur
     assert f"batches keep the order of INPUT, so that outputs stay the same: {reasons}" in capsys.readouterr().err
 
 
-def test_beams_whose_probabilities_decide(whisper: Path) -> None:
+def test_beams_whose_probabilities_decide(whisper):
     flags = ("--gen", "logprob_threshold=-1", "--gen", "no_speech_threshold=0.001", "--beam", "3", "--bs", "1")
     expected = plain(whisper, "ace", num_beams=3, logprob_threshold=-1, no_speech_threshold=0.001, temperature=0.0)
     assert outputs_of(command(whisper, "ace", *flags, "--gen", "temperature=[0.0]")) == expected
 
 
-def test_recordings_in_which_no_speech_is_found_have_no_segments(whisper: Path) -> None:
+def test_recordings_in_which_no_speech_is_found_have_no_segments(whisper):
     flags = ("--gen", "logprob_threshold=0", "--gen", "no_speech_threshold=0", "--gen", "temperature=[0.0]")
     records = command(whisper, "ae", *flags, "--beam", "3")
     assert outputs_of(records) == [{"text": "", "segments": [], "tokens": 0}] * 2
 
 
-def test_a_run_that_was_ended_goes_on(whisper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_ended_goes_on(whisper, monkeypatch):
     flags = [f"--gen={name}={json.dumps(value)}" for name, value in FALLBACK.items()]
     flags += ["--seed", "5", "--bs", "1"]
     expected = command(whisper, "acebc", *flags, output="whole.jsonl")
@@ -166,9 +156,7 @@ def test_a_run_that_was_ended_goes_on(whisper: Path, monkeypatch: pytest.MonkeyP
     assert command(whisper, "acebc", *flags, "--resume") == expected
 
 
-def test_a_batch_that_is_too_large_for_the_memory_is_halved(
-    whisper: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_batch_that_is_too_large_for_the_memory_is_halved(whisper, monkeypatch, capsys):
     kind = transformers.WhisperForConditionalGeneration
     generate, widths = kind.generate, []
 
@@ -186,7 +174,7 @@ def test_a_batch_that_is_too_large_for_the_memory_is_halved(
     assert "out of memory with 3 inputs of length 731" in capsys.readouterr().err
 
 
-def test_recordings_that_cannot_be_read_fail_alone(whisper: Path, capsys: pytest.CaptureFixture) -> None:
+def test_recordings_that_cannot_be_read_fail_alone(whisper, capsys):
     Path("x.wav").write_text("no sound at all")
     records = command(whisper, "axc", status=1)
     assert "line 2: x.wav: cannot be read (LibsndfileError" in capsys.readouterr().err
@@ -194,7 +182,7 @@ def test_recordings_that_cannot_be_read_fail_alone(whisper: Path, capsys: pytest
     assert outputs_of(records) == plain(whisper, "ac")
 
 
-def test_a_recording_fails_by_name_where_it_would_have_to_be_cut(whisper: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_recording_fails_by_name_where_it_would_have_to_be_cut(whisper, capsys):
     records = command(whisper, "ab", "--gen", "return_timestamps=false", status=1)
     assert records[0]["error"] == "a.wav: lasts 5 s, and MODEL hears 2 s (accepted: up to 2 s)"
     assert len(records[1]["outputs"]) == 1
@@ -211,22 +199,18 @@ def test_a_recording_fails_by_name_where_it_would_have_to_be_cut(whisper: Path, 
         ),
     ],
 )
-def test_settings_that_cannot_be_used(
-    whisper: Path, capsys: pytest.CaptureFixture, settings: tuple[str, ...], message: str
-) -> None:
+def test_settings_that_cannot_be_used(whisper, capsys, settings, message):
     command(whisper, "a", *(f"--gen={setting}" for setting in settings), status=2)
     assert message in capsys.readouterr().err
 
 
-def test_missing_package_of_word_error_rates_is_reported_before_anything_is_generated(
-    whisper: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_missing_package_of_word_error_rates_is_reported_before_anything_is_generated(whisper, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "jiwer", None)
     command(whisper, "a", "--reference_path", "in", status=2)
     assert "needs the package jiwer: pip install jiwer" in capsys.readouterr().err
 
 
-def test_word_error_rate(whisper: Path) -> None:
+def test_word_error_rate(whisper):
     records = command(whisper, "acb")
     texts = [output["text"] for output in outputs_of(records)]
     words = texts[0].split()

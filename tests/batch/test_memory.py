@@ -57,7 +57,7 @@ def numbers(parts: list[GeneratedBatch]) -> list[int]:
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("left", [False, True])
-def test_a_batch_is_halved_until_it_fits_and_the_size_is_remembered(error: Callable[[], Exception], left: bool) -> None:
+def test_a_batch_is_halved_until_it_fits_and_the_size_is_remembered(error, left):
     machine, said = SmallMachine(30, error, left), []
     generate = SplitOnOOM(machine, said.append, seed=None)
     parts = generate(batch_of(machine, [10, 10, 9, 8, 5, 5, 4, 4]))
@@ -71,7 +71,7 @@ def test_a_batch_is_halved_until_it_fits_and_the_size_is_remembered(error: Calla
     assert machine.shapes == [(2, 10), (2, 10)]
 
 
-def test_batches_that_fit_keep_their_cut_whatever_did_not() -> None:
+def test_batches_that_fit_keep_their_cut_whatever_did_not():
     machine = SmallMachine(30)
     generate = SplitOnOOM(machine, lambda said: None, seed=None)
     generate(batch_of(machine, [10] * 8))
@@ -79,7 +79,7 @@ def test_batches_that_fit_keep_their_cut_whatever_did_not() -> None:
     assert [len(part.items) for part in generate(batch_of(machine, [5] * 6))] == [6]
 
 
-def test_a_part_has_the_samples_of_its_place_whether_it_was_tried_whole_before_or_not() -> None:
+def test_a_part_has_the_samples_of_its_place_whether_it_was_tried_whole_before_or_not():
     """So a run that goes on, which does not know yet what is too large, draws what the first one drew."""
     lengths, drawn = [10] * 8, []
     for before in (True, False):
@@ -93,7 +93,7 @@ def test_a_part_has_the_samples_of_its_place_whether_it_was_tried_whole_before_o
     assert len({batch_seed(seed, batch, start) for seed in range(4) for batch in range(4) for start in range(4)}) == 64
 
 
-def test_an_input_that_does_not_fit_alone_fails_and_the_others_are_generated() -> None:
+def test_an_input_that_does_not_fit_alone_fails_and_the_others_are_generated():
     machine = SmallMachine(30)
     batch = batch_of(machine, [50, 10, 10])
     assert numbers(SplitOnOOM(machine, lambda said: None, None)(batch)) == [2, 3]
@@ -101,12 +101,12 @@ def test_an_input_that_does_not_fit_alone_fails_and_the_others_are_generated() -
     assert [item.error for item in batch.items[1:]] == [None, None]
 
 
-def test_a_batch_without_items_needs_no_model() -> None:
+def test_a_batch_without_items_needs_no_model():
     assert SplitOnOOM(SmallMachine(0), print, None)(Batch([], [Item(Line(3, b""))], 0)) == []
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_a_batch_is_halved_until_the_line_that_raises_stands_alone(left: bool) -> None:
+def test_a_batch_is_halved_until_the_line_that_raises_stands_alone(left):
     class Poisoned(SmallMachine):
         def generate(self, batch: Batch) -> GeneratedBatch:
             sizes.append(len(batch.items))
@@ -123,7 +123,7 @@ def test_a_batch_is_halved_until_the_line_that_raises_stands_alone(left: bool) -
     assert sizes == [8, 4, 4, 2, 1, 1, 2] and generate.too_large is None and said == []
 
 
-def test_a_device_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_fails_ends_the_run(monkeypatch):
     monkeypatch.setattr("fastgen.batch.pipeline._device_works_sync", lambda: False)
     machine = SmallMachine(1, lambda: RuntimeError("device-side assert"))
     with pytest.raises(RunError, match="the device failed at lines 1 to 2: RuntimeError: device-side assert"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import sacrebleu
-from cli_models import save_bart, sentences
+from cli_models import sentences
 from rouge_score.rouge_scorer import RougeScorer
 
 from fastgen.batch import metrics
@@ -17,15 +17,7 @@ from fastgen.cli.transformers.command import main
 LINES = sentences(5)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_bart(tmp_path_factory.mktemp("bart"))
-
-
-def test_scores_are_those_of_the_libraries() -> None:
+def test_scores_are_those_of_the_libraries():
     outputs = ["the cats sat on the mat", "hello there world of words", "", "same line "]
     references = ["the cat sat on a mat", "hello world of many words", "missing", "same line"]
     scores = metrics.score(outputs, references)
@@ -47,7 +39,7 @@ def test_scores_are_those_of_the_libraries() -> None:
     assert scores["lines"] == 4
 
 
-def test_scores_are_printed_and_written(tmp_path: Path, bart: Path, capsys: pytest.CaptureFixture) -> None:
+def test_scores_are_printed_and_written(tmp_path, bart, capsys):
     source, reference, output, saved = (tmp_path / name for name in ("input", "reference", "output", "scores.json"))
     source.write_text("\n".join([LINES[0], "", *LINES[1:]]))
     assert main([str(bart), str(source), str(output), "--beam", "2"]) == 0
@@ -71,9 +63,7 @@ def test_scores_are_printed_and_written(tmp_path: Path, bart: Path, capsys: pyte
     assert json.loads(saved.read_text()) == metrics.score(generated[:3], references[:3])
 
 
-def test_missing_packages_are_reported_before_anything_is_generated(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_packages_are_reported_before_anything_is_generated(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
     source, output = tmp_path / "input", tmp_path / "output"
     source.write_text("word1\n")
@@ -82,7 +72,7 @@ def test_missing_packages_are_reported_before_anything_is_generated(
     assert not output.exists()
 
 
-def test_packages_are_imported_only_for_scores(tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_are_imported_only_for_scores(tmp_path, bart, monkeypatch):
     plain_import = builtins.__import__
 
     def without_metrics(name: str, *args: object, **kwargs: object) -> object:
@@ -95,9 +85,7 @@ def test_packages_are_imported_only_for_scores(tmp_path: Path, bart: Path, monke
     assert main([str(bart), str(source), str(tmp_path / "output")]) == 0
 
 
-def test_references_come_from_records_of_any_file(
-    tmp_path: Path, bart: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_references_come_from_records_of_any_file(tmp_path, bart, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     records = [{"text": line, "good": {"answer": line}} for line in LINES]
     Path("in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -16,11 +16,9 @@ from fastgen.cli.transformers.command import main
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chat(tmp_path_factory):
     folder = save_gpt2(tmp_path_factory.mktemp("gpt2"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
@@ -56,9 +54,7 @@ def plain(chat: Path, words: str, seed: int | None = None, **settings: Any) -> t
     return tokenizer.decode(ids[0, length:], skip_special_tokens=True), length, ids.shape[1] - length
 
 
-def test_requests_are_recognised_and_bodies_are_applied(
-    chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_requests_are_recognised_and_bodies_are_applied(chat, tmp_path, capsys):
     requests = [
         request("a", "word1 word2", max_tokens=3),
         request("b", "word3", max_completion_tokens=8, temperature=0),
@@ -91,7 +87,7 @@ def test_requests_are_recognised_and_bodies_are_applied(
     assert "what bodies of requests have besides was not used: logprobs, user" in capsys.readouterr().err
 
 
-def test_other_formats_keep_the_fields_of_requests(chat: Path, tmp_path: Path) -> None:
+def test_other_formats_keep_the_fields_of_requests(chat, tmp_path):
     requests = [request("a", "word1 word2"), request("b", "word3")]
     found = run(chat, tmp_path, requests)
     assert [{name: record[name] for name in requests[0]} for record in found] == requests
@@ -111,7 +107,7 @@ def texts(responses: list[dict]) -> list[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def letters(tmp_path_factory):
     """A model whose tokens are bytes, so that the library can look for stop strings in them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({letter: index for index, letter in enumerate(["</s>", *alphabet])}, []))
@@ -133,7 +129,7 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("as_list", [False, True])
-def test_an_answer_ends_before_its_stop_string(letters: Path, tmp_path: Path, as_list: bool) -> None:
+def test_an_answer_ends_before_its_stop_string(letters, tmp_path, as_list):
     whole, prompt, tokens = plain(letters, "ab")
     assert len(whole) == tokens == 12
     stop = whole[5:7]
@@ -151,7 +147,7 @@ def test_an_answer_ends_before_its_stop_string(letters: Path, tmp_path: Path, as
     assert body["usage"]["completion_tokens"] == ids.shape[1] - prompt < tokens
 
 
-def test_a_stop_string_cuts_texts_of_any_tokenizer(chat: Path, tmp_path: Path) -> None:
+def test_a_stop_string_cuts_texts_of_any_tokenizer(chat, tmp_path):
     whole = plain(chat, "word1 word2")[0]
     stop = whole.split()[2]
     found = run(chat, tmp_path, [request("a", "word1 word2", stop=stop)], "--output_format", "openai")
@@ -159,7 +155,7 @@ def test_a_stop_string_cuts_texts_of_any_tokenizer(chat: Path, tmp_path: Path) -
     assert found[0]["response"]["body"]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_a_seed_gives_the_same_samples_in_any_file(chat: Path, tmp_path: Path) -> None:
+def test_a_seed_gives_the_same_samples_in_any_file(chat, tmp_path):
     asked = {"temperature": 0.9, "max_tokens": 6}
     one, other = request("a", "word1", seed=-7, n=3, **asked), request("b", "word4 word5", **asked)
     keys = [(2**64 - 7, 0, sample) for sample in range(3)]
@@ -173,12 +169,12 @@ def test_a_seed_gives_the_same_samples_in_any_file(chat: Path, tmp_path: Path) -
         )
 
 
-def test_greedy_requests_share_batches_whatever_their_seeds(chat: Path, tmp_path: Path) -> None:
+def test_greedy_requests_share_batches_whatever_their_seeds(chat, tmp_path):
     requests = [request(str(number), "word1", seed=number, temperature=0) for number in range(3)]
     assert texts(run(chat, tmp_path, requests, "--output_format", "openai")) == [[plain(chat, "word1")[0]]] * 3
 
 
-def test_content_may_be_parts_of_text_or_null_for_an_assistant(chat: Path, tmp_path: Path) -> None:
+def test_content_may_be_parts_of_text_or_null_for_an_assistant(chat, tmp_path):
     def asked(*contents: Any) -> dict[str, Any]:
         roles = ("user", "assistant", "user")
         messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
@@ -216,7 +212,7 @@ BAD = [
 ]
 
 
-def test_what_a_body_may_not_ask_for_is_named(chat: Path, tmp_path: Path) -> None:
+def test_what_a_body_may_not_ask_for_is_named(chat, tmp_path):
     requests = [
         request("a", "word1", max_tokens=3.0, stop=[], n=1),
         *(request("b", "word1", **body) for body, _ in BAD),
@@ -234,7 +230,7 @@ def test_what_a_body_may_not_ask_for_is_named(chat: Path, tmp_path: Path) -> Non
     assert [len(record["outputs"]) for record in found] == [1, 2]
 
 
-def test_a_bad_request_fails_alone(chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_bad_request_fails_alone(chat, tmp_path, capsys):
     requests = [
         request("a", "word1"),
         request("b", "word1", max_tokens="many"),
@@ -249,9 +245,7 @@ def test_a_bad_request_fails_alone(chat: Path, tmp_path: Path, capsys: pytest.Ca
     assert 'line 2: custom_id "b": ' in capsys.readouterr().err
 
 
-def test_messages_without_chat_stop_at_the_first_and_name_the_flag(
-    chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_messages_without_chat_stop_at_the_first_and_name_the_flag(chat, tmp_path, capsys):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     record = {"text": [{"role": "user", "content": "word1"}]}
     source.write_text((json.dumps(record) + "\n") * 3000)
@@ -264,9 +258,7 @@ def test_messages_without_chat_stop_at_the_first_and_name_the_flag(
     assert not output.exists()
 
 
-def test_an_output_of_nothing_but_failures_is_not_put_in_place(
-    chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_an_output_of_nothing_but_failures_is_not_put_in_place(chat, tmp_path, capsys):
     (tmp_path / "in").write_text("word1 " * 70 + "\n\n" + "word2 " * 80 + "\n")
     assert main([str(chat), str(tmp_path / "in"), str(tmp_path / "out"), "--causal_lm"]) == 1
     assert "every input failed (2), so no OUTPUT is written" in capsys.readouterr().err

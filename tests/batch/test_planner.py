@@ -43,9 +43,7 @@ def lengths_of(batch: Batch) -> list[int]:
     st.none() | st.integers(1, 30),
     st.integers(0, 12),
 )
-def test_every_line_is_in_one_batch_within_the_limits(
-    lengths: list[int], rows: int | None, tokens: int | None, window: int
-) -> None:
+def test_every_line_is_in_one_batch_within_the_limits(lengths, rows, tokens, window):
     batches = list(plan(lengths, rows, tokens, window))
     generated = [number for batch in batches for number in numbers(batch)]
     skipped = [each.line.number for batch in batches for each in batch.others]
@@ -64,23 +62,23 @@ def test_every_line_is_in_one_batch_within_the_limits(
         assert windows == sorted(windows)  # no line is moved out of its window
 
 
-def test_lines_of_one_length_go_together() -> None:
+def test_lines_of_one_length_go_together():
     batches = list(plan([3, 9, 3, 9, 3, 9], 3, None, 6))
     assert list(map(lengths_of, batches)) == [[9, 9, 9], [3, 3, 3]]
 
 
-def test_file_order_makes_the_batches_of_a_plain_loop() -> None:
+def test_file_order_makes_the_batches_of_a_plain_loop():
     batches = list(plan([3, 0, 9, 4, 4, 0, 1], 2, None, 0))
     assert [numbers(batch) for batch in batches] == [[1, 3], [4, 5], [7]]
     assert [[each.line.number for each in batch.others] for batch in batches] == [[2], [], [6]]
 
 
-def test_tokens_limit_a_batch_of_any_number_of_rows() -> None:
+def test_tokens_limit_a_batch_of_any_number_of_rows():
     batches = list(plan([1] * 12 + [6, 6, 20], None, 12, 15))
     assert list(map(lengths_of, batches)) == [[20], [6, 6], [1] * 12]
 
 
-def test_lines_without_text_wait_to_the_end_of_their_window() -> None:
+def test_lines_without_text_wait_to_the_end_of_their_window():
     planner = Planner(8, None, 6)
     first, second, third = planner(items_of([4] + [0] * 11 + [5]))
     assert (lengths_of(first), first.number, [each.line.number for each in first.others]) == ([4], 0, [2, 3, 4, 5, 6])
@@ -88,7 +86,7 @@ def test_lines_without_text_wait_to_the_end_of_their_window() -> None:
     assert (lengths_of(third), third.number) == ([5], 12)
 
 
-def test_what_an_earlier_run_has_written_leaves_the_other_batches_as_they_are() -> None:
+def test_what_an_earlier_run_has_written_leaves_the_other_batches_as_they_are():
     lengths = [3, 0, 9, 4, 4, 0, 1, 8, 2, 2]
     for window in (0, 4):
         whole = list(plan(lengths, 2, None, window))
@@ -105,7 +103,7 @@ def test_what_an_earlier_run_has_written_leaves_the_other_batches_as_they_are() 
             ] == expected
 
 
-def test_groups_share_no_batch() -> None:
+def test_groups_share_no_batch():
     items = items_of([5, 6, 7, 8])
     items[1].group = items[2].group = "long"
     for window, expected in ((0, [[1], [2, 3], [4]]), (4, [[3, 2], [4, 1]])):
@@ -114,13 +112,13 @@ def test_groups_share_no_batch() -> None:
 
 
 @pytest.mark.parametrize(("left", "rows"), [(False, [[1, 2, 3], [4, 7, 7]]), (True, [[1, 2, 3], [7, 7, 4]])])
-def test_text_is_padded(left: bool, rows: list[list[int]]) -> None:
+def test_text_is_padded(left, rows):
     padded = pad_text([np.array([1, 2, 3]), np.array([4])], 7, left)
     assert padded["input_ids"].tolist() == rows
     assert torch.equal(padded["attention_mask"], (torch.tensor(rows) != 7).long())
 
 
-def test_a_window_has_fewer_lines_where_they_are_long() -> None:
+def test_a_window_has_fewer_lines_where_they_are_long():
     planner = Planner(2, None, 99, window_tokens=10)
     batches = [*planner(items_of([4, 5, 1, 1, 9, 2, 3]))]
     assert list(map(lengths_of, batches)) == [[5, 4], [1], [9, 1], [3, 2]]

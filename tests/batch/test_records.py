@@ -3,13 +3,11 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from cli_models import save_bart, save_gpt2, save_t5, sentences
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,16 +24,13 @@ EOS, PAD = 2, 1
 SAVED = {"bart": save_bart, "t5": save_t5, "gpt2": save_gpt2}
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     return {name: save(tmp_path_factory.mktemp(name)) for name, save in SAVED.items()}
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folders: dict[str, Path]) -> transformers.PreTrainedTokenizerBase:
+def tokenizer(folders):
     """word1 is token 5, word2 is token 6, …"""
     return AutoTokenizer.from_pretrained(folders["bart"])
 
@@ -111,9 +106,7 @@ def count_in_a_loop(row: list[int], pad_token_id: int) -> int:
     ],
     ids=["beams", "samples", "greedy"],
 )
-def test_texts_scores_and_tokens_are_those_of_a_plain_loop(
-    folders: dict[str, Path], name: str, settings: dict[str, Any]
-) -> None:
+def test_texts_scores_and_tokens_are_those_of_a_plain_loop(folders, name, settings):
     """gpt2 pads with its EOS, and t5 starts its outputs with its pad token."""
     causal = name == "gpt2"
     model = (AutoModelForCausalLM if causal else AutoModelForSeq2SeqLM).from_pretrained(folders[name])
@@ -173,20 +166,13 @@ def test_texts_scores_and_tokens_are_those_of_a_plain_loop(
         ([3], {2}, 1, 1, 0),
     ],
 )
-def test_tokens_are_counted_up_to_the_first_end(
-    tokenizer: transformers.PreTrainedTokenizerBase,
-    row: list[int],
-    eos: set[int],
-    pad: int | None,
-    start: int,
-    tokens: int,
-) -> None:
+def test_tokens_are_counted_up_to_the_first_end(tokenizer, row, eos, pad, start, tokens):
     form = asked(output_format="jsonl")
     finished = finish(tokenizer, form, eos, pad, start)(generated(["a"], [row]))
     assert parsed(finished)[0]["outputs"][0]["tokens"] == finished.amount == tokens
 
 
-def test_text_is_one_line_per_input(tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+def test_text_is_one_line_per_input(tokenizer):
     batch = generated(["a", "b"], [[0, 5, 6, 2], [0, 7, 2, 1]], others=(Item(Line(3, b"")),))
     finished = finish(tokenizer, asked(), {EOS}, PAD)(batch)
     assert sorted(finished.records) == [(1, b"word1 word2\n"), (2, b"word3\n"), (3, b"\n")]
@@ -202,9 +188,7 @@ def test_text_is_one_line_per_input(tokenizer: transformers.PreTrainedTokenizerB
         (None, b"NA####NA\tword1####word2\n"),
     ],
 )
-def test_scores_and_several_outputs_stand_in_one_line_of_text(
-    tokenizer: transformers.PreTrainedTokenizerBase, scores: list[float] | None, expected: bytes
-) -> None:
+def test_scores_and_several_outputs_stand_in_one_line_of_text(tokenizer, scores, expected):
     form = asked(output_sequence_scores=True, join_outputs=True)
     batch = generated(["a"], [[0, 5, 2], [0, 6, 2]], scores, (Item(Line(2, b"")),))
     records = sorted(finish(tokenizer, form, {EOS}, PAD)(batch).records)
@@ -233,7 +217,7 @@ class Decoder:
 AWKWARD = "a\r\nb\nc\rd\te \u2028\x85\x0c####\ud800"
 
 
-def test_every_record_is_one_line_whatever_the_text_is() -> None:
+def test_every_record_is_one_line_whatever_the_text_is():
     batch = generated(["a"], [[0]])
     (record,) = parsed(finish(Decoder([AWKWARD]), JSONL, {EOS}, PAD)(batch))
     assert record["outputs"][0]["text"] == AWKWARD
@@ -241,7 +225,7 @@ def test_every_record_is_one_line_whatever_the_text_is() -> None:
     assert finished.records == [(1, "a b c d\te \u2028\x85\x0c####\\ud800\n".encode())]
 
 
-def test_all_rows_are_decoded_in_one_call_as_asked_for() -> None:
+def test_all_rows_are_decoded_in_one_call_as_asked_for():
     decoder = Decoder(["a", "b"])
     finish(decoder, JSONL, {EOS}, PAD)(generated(["x", "y"], [[0], [1]]))
     assert decoder.calls == [2]
@@ -251,7 +235,7 @@ def test_all_rows_are_decoded_in_one_call_as_asked_for() -> None:
     assert decoder.settings == {"skip_special_tokens": False, "clean_up_tokenization_spaces": True}
 
 
-def test_only_the_line_fails_whose_output_cannot_be_decoded() -> None:
+def test_only_the_line_fails_whose_output_cannot_be_decoded():
     decoder = Decoder(["a", ValueError("no\nword"), "c", "d"])
     batch = generated(["x", "y"], [[0], [1], [2], [3]])
     finished = finish(decoder, JSONL, {EOS}, PAD)(batch)
@@ -261,7 +245,7 @@ def test_only_the_line_fails_whose_output_cannot_be_decoded() -> None:
     assert finished.failures == [(1, error)]
 
 
-def test_records_of_text_are_numbered(tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+def test_records_of_text_are_numbered(tokenizer):
     batch = generated(
         ["a"],
         [[0, 5, 2], [0, 6, 1]],
@@ -300,16 +284,14 @@ OF_EARLIER_RUNS = [
 
 
 @pytest.mark.parametrize(("own", "kept"), FIELDS)
-def test_the_fields_of_a_record_stand_before_what_was_generated(
-    tokenizer: transformers.PreTrainedTokenizerBase, own: str, kept: str
-) -> None:
+def test_the_fields_of_a_record_stand_before_what_was_generated(tokenizer, own, kept):
     ((_, record),) = finish(tokenizer, BOTH_JSONL, {EOS}, PAD)(generated([own + "\r"], [[0, 5, 2]])).records
     added = ', "input_tokens": 4, "outputs": [{"text": "word1", "tokens": 2}]}\n'
     assert record.decode() == kept[:-1] + added
     assert first_text(record, BOTH_JSONL) == "word1"
 
 
-def test_a_record_that_python_reads_and_cannot_write_is_known_by_its_number() -> None:
+def test_a_record_that_python_reads_and_cannot_write_is_known_by_its_number():
     for depth in range(940, 1000):
         own = '{"a": ' + "[" * depth + "]" * depth + "}"
         (record,) = parsed(finish(Decoder(["x"]), BOTH_JSONL, {EOS}, PAD)(generated([own], [[0]])))
@@ -317,7 +299,7 @@ def test_a_record_that_python_reads_and_cannot_write_is_known_by_its_number() ->
 
 
 @pytest.mark.parametrize(("own", "kept"), OF_EARLIER_RUNS)
-def test_fields_of_earlier_runs_get_a_number_and_nothing_else_changes(own: str, kept: str) -> None:
+def test_fields_of_earlier_runs_get_a_number_and_nothing_else_changes(own, kept):
     ((_, record),) = finish(Decoder(["x"]), BOTH_JSONL, {EOS}, PAD)(generated([own], [[0]])).records
     assert record.decode() == kept[:-1] + ', "input_tokens": 4, "outputs": [{"text": "x", "tokens": 0}]}\n'
 
@@ -343,7 +325,7 @@ NAMES = [*ADDED_FIELDS, "outputs_1", "error_1", "error_2"]
     escaped=st.booleans(),
     separators=st.sampled_from([(",", ":"), (", ", ": "), (" ,\r", "\t: ")]),
 )
-def test_any_record_is_kept(own: dict[str, Any], text: str, escaped: bool, separators: tuple[str, str]) -> None:
+def test_any_record_is_kept(own, text, escaped, separators):
     written = json.dumps(own | {"text": "a"}, ensure_ascii=escaped, separators=separators)
     lines = generated([written.encode("utf-8", "backslashreplace")], [[0]])
     (record,) = parsed(finish(Decoder([text]), BOTH_JSONL, {EOS}, PAD)(lines))
@@ -356,9 +338,7 @@ def test_any_record_is_kept(own: dict[str, Any], text: str, escaped: bool, separ
     assert list(record) == list(renamed)
 
 
-def test_failed_records_keep_their_fields_where_they_have_any(
-    tokenizer: transformers.PreTrainedTokenizerBase,
-) -> None:
+def test_failed_records_keep_their_fields_where_they_have_any(tokenizer):
     raw = [
         '{"id": "a1", "body": 1}',
         "{}",
@@ -392,7 +372,7 @@ def test_failed_records_keep_their_fields_where_they_have_any(
 
 
 @pytest.mark.parametrize("form", [JSONL, BOTH_JSONL, asked(), asked(output_sequence_scores=True)])
-def test_the_first_text_of_a_record_is_what_was_generated_first(form: BatchConfig) -> None:
+def test_the_first_text_of_a_record_is_what_was_generated_first(form):
     text = "a #### b\tc é"
     batch = generated(['{"text": "x", "outputs_of_others": 1}'], [[0]], [-0.5], (Item(Line(2, b"")),))
     records = finish(Decoder([text]), form, {EOS}, PAD)(batch).records

@@ -2,12 +2,11 @@
 
 import json
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from cli_models import WORDS, save_bart, sentences
+from cli_models import WORDS, sentences
 
 from fastgen.batch import files
 from fastgen.batch.task import Task, TextTask
@@ -17,16 +16,9 @@ TOO_LONG = " ".join(WORDS * 2)
 LINES = [*sentences(20), "", TOO_LONG, *sentences(50, seed=1), TOO_LONG, *sentences(9, seed=2)]
 FLAGS = ("--bs", "4", "--beam", "2")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_bart(tmp_path_factory.mktemp("bart"))
-
 
 @pytest.fixture
-def run(bart: Path, tmp_path: Path) -> Callable[..., int]:
+def run(bart, tmp_path):
     """The command on LINES; OUTPUT is in `tmp_path`."""
     (tmp_path / "in.txt").write_text("".join(f"{line}\n" for line in LINES))
 
@@ -53,9 +45,7 @@ def made(output: Path) -> dict:
 
 
 @pytest.mark.parametrize("name", ["out.txt", "out.jsonl", "out.txt.gz"])
-def test_retried_lines_are_those_of_a_run_without_failure(
-    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, name: str
-) -> None:
+def test_retried_lines_are_those_of_a_run_without_failure(run, tmp_path, monkeypatch, capsys, name):
     run(f"whole_{name}")
     with monkeypatch.context() as tired:
         failing_for(tired, "word7")
@@ -76,9 +66,7 @@ def test_retried_lines_are_those_of_a_run_without_failure(
     assert run(name, "--resume") == 1 and "the same run has made it" in capsys.readouterr().err
 
 
-def test_flags_that_make_lines_fail_may_differ(
-    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_flags_that_make_lines_fail_may_differ(run, tmp_path, capsys):
     assert run("out.txt") == 1
     before = (tmp_path / "out.txt").read_bytes().split(b"\n")
     assert run("out.txt", "--retry_failed", "--truncation") == 0
@@ -96,9 +84,7 @@ def test_flags_that_make_lines_fail_may_differ(
     assert "is complete: none of its lines failed, so nothing is retried" in capsys.readouterr().err
 
 
-def test_nothing_but_failures_leaves_output_and_says_so(
-    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_nothing_but_failures_leaves_output_and_says_so(run, tmp_path, monkeypatch, capsys):
     failing_for(monkeypatch, "word7")
     assert run("out.jsonl") == 1
     before = (tmp_path / "out.jsonl").read_bytes()
@@ -110,9 +96,7 @@ def test_nothing_but_failures_leaves_output_and_says_so(
 
 
 @pytest.mark.parametrize("moment", ["write", "before_replace", "after_replace"])
-def test_a_retry_that_is_killed_is_gone_on_with(
-    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_a_retry_that_is_killed_is_gone_on_with(run, tmp_path, monkeypatch, moment):
     """Whenever it is killed, OUTPUT is whole, and the same command with --resume ends with the same bytes."""
     with monkeypatch.context() as tired:
         failing_for(tired, "word7")
@@ -154,9 +138,7 @@ def test_a_retry_that_is_killed_is_gone_on_with(
     assert not (tmp_path / "out.jsonl.part").exists()
 
 
-def test_shards_and_what_is_merged_are_retried(
-    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_and_what_is_merged_are_retried(run, tmp_path, monkeypatch):
     run("whole.txt", "--seed", "0")
     with monkeypatch.context() as tired:
         failing_for(tired, "word7")
@@ -190,9 +172,7 @@ def test_shards_and_what_is_merged_are_retried(
         ("out.txt", ("--output_format", "jsonl"), 'was made differently: --output_format was "text", is "jsonl"'),
     ],
 )
-def test_what_cannot_be_retried_is_said_in_one_line(
-    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture, output: str, flags: tuple, message: str
-) -> None:
+def test_what_cannot_be_retried_is_said_in_one_line(run, tmp_path, capsys, output, flags, message):
     for name in ("out.txt", "changed.txt"):
         run(name)
     (tmp_path / "begun.txt.part").write_text("")
@@ -205,7 +185,7 @@ def test_what_cannot_be_retried_is_said_in_one_line(
     assert message in said and said.count("\n") == 1
 
 
-def test_another_input_is_refused(run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_another_input_is_refused(run, tmp_path, capsys):
     run("out.txt")
     (tmp_path / "other.txt").write_text("".join(f"{line} word1\n" for line in LINES))
     assert run("out.txt", "--retry_failed", source="other.txt") == 2

@@ -1,6 +1,7 @@
 """What flags mean for the library: what is loaded, and what generate gets."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,11 @@ from cli_models import POSITIONS, save_bart, save_gpt2, sentences
 
 import fastgen
 from fastgen.batch import errors
-from fastgen.batch.config import BatchConfig, generation_fields, settings_of_run
+from fastgen.batch.config import BatchConfig
 from fastgen.batch.errors import InputError
 from fastgen.batch.model import Loaded, input_limit, lengths_of_inputs
 from fastgen.batch.task import task_for
-from fastgen.cli.transformers.args import build_parser, parse_arguments
+from fastgen.cli.transformers.args import parse_arguments
 from fastgen.cli.transformers.command import main
 
 SPEECH = ("--task", "automatic-speech-recognition")
@@ -30,16 +31,13 @@ SAVE = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def has_languages(models: Path, model: str) -> bool:
     """Before transformers 5.6 AutoTokenizer gives these models a tokenizer whose language cannot be changed."""
     return hasattr(type(transformers.AutoTokenizer.from_pretrained(models / model)), "src_lang")
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     for name, save in SAVE.items():
         save(folder / name)
@@ -63,66 +61,7 @@ def refused(models: Path, model: str, *flags: object) -> str:
     return str(error.value)
 
 
-def test_defaults() -> None:
-    args = parse()
-    assert (args.input_format, args.output_format, args.text_field, args.id_field) == ("text", "text", "text", None)
-    assert (args.preprocess_workers, args.postprocess_workers, args.window, args.batch_tokens) == (1, 1, None, None)
-    assert not any((args.resume, args.quiet, args.chat, args.join_outputs, args.gen, args.generation_config))
-
-
-def test_the_output_has_the_format_of_the_input_unless_it_is_given() -> None:
-    assert parse("--input_format", "jsonl").output_format == "jsonl"
-    assert parse("--input_format", "jsonl", "--output_format", "text").output_format == "text"
-    assert parse("--output-format", "jsonl").output_format == "jsonl"
-
-
-@pytest.mark.parametrize(
-    ("source", "output", "flags", "formats"),
-    [
-        ("a.jsonl", "b.txt", (), ("jsonl", "jsonl")),
-        ("a.JSONL.gz", "b.txt", (), ("jsonl", "jsonl")),
-        ("a.txt", "b.jsonl.gz", (), ("text", "jsonl")),
-        ("a.jsonl.txt", "b", (), ("text", "text")),
-        ("a.jsonl", "b.jsonl", ("--input_format", "text", "--output_format", "text"), ("text", "text")),
-        ("-", "b.jsonl", ("--input_format", "jsonl", "--output_format", "text"), ("jsonl", "text")),
-    ],
-)
-def test_formats_follow_the_names_of_the_files_unless_they_are_given(
-    capsys: pytest.CaptureFixture, source: str, output: str, flags: tuple, formats: tuple[str, str]
-) -> None:
-    args = parse(*flags, source=source, output=output)
-    assert (args.input_format, args.output_format) == formats
-    said = f"note: INPUT {source} is read as JSON records (--input_format text reads it as text)\n"
-    assert capsys.readouterr().err == (said if formats[0] == "jsonl" and not flags else "")
-    parse(*flags, "--quiet", source=source, output=output)
-    assert capsys.readouterr().err == ""
-
-
-def test_a_dash_is_a_stream_and_a_file_of_that_name_is_a_file() -> None:
-    args = parse(source="-", output="./-")
-    assert (args.input, args.output) == ("-", "./-")
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("num_beams=4", 4),
-        ("repetition_penalty=2", 2.0),  # the library takes floats only
-        ("do_sample=True", True),
-        ("early_stopping=never", "never"),
-        ("eos_token_id=[2, 3]", [2, 3]),
-        ("language=de", "de"),
-        ('language="de"', "de"),
-        ("max_length=null", None),
-        ("stop_strings=a=b", "a=b"),
-    ],
-)
-def test_values_of_gen_are_json_or_text(text: str, value: object) -> None:
-    [(key, parsed)] = parse("--gen", text).gen
-    assert (key, parsed, type(parsed)) == (text.partition("=")[0], value, type(value))
-
-
-def test_gen_reaches_generate_and_wins_over_the_model_and_the_file(models: Path, tmp_path: Path) -> None:
+def test_gen_reaches_generate_and_wins_over_the_model_and_the_file(models, tmp_path):
     file = tmp_path / "settings.json"
     file.write_text(json.dumps({"num_beams": 3, "length_penalty": 0.5}))
     flags = ("--generation_config", file, "--gen", "num_beams=2", "--gen", "renormalize_logits=true")
@@ -131,7 +70,7 @@ def test_gen_reaches_generate_and_wins_over_the_model_and_the_file(models: Path,
     assert [loaded.value(name) for name in ("num_beams", "length_penalty")] == [2, 0.5]
 
 
-def test_a_file_means_what_it_means_to_generate(models: Path, tmp_path: Path) -> None:
+def test_a_file_means_what_it_means_to_generate(models, tmp_path):
     values = {"num_beams": 3, "max_length": 6, "no_repeat_ngram_size": 2, "eos_token_id": [2, 30], "use_cache": None}
     file = tmp_path / "settings.json"
     file.write_text(json.dumps(values))
@@ -148,7 +87,7 @@ def test_a_file_means_what_it_means_to_generate(models: Path, tmp_path: Path) ->
     assert found.shape != own.shape or not torch.equal(found, own)
 
 
-def test_an_unknown_key_of_a_file_is_a_note(models: Path, tmp_path: Path) -> None:
+def test_an_unknown_key_of_a_file_is_a_note(models, tmp_path):
     (tmp_path / "settings.json").write_text('{"num_beam": 3, "transformers_version": "5.0"}')
     loaded = load(models, "bart", "--generation_config", tmp_path / "settings.json")
     assert loaded.notes == ["note: --generation_config: num_beam changes nothing (did you mean num_beams?)"]
@@ -165,16 +104,14 @@ def test_an_unknown_key_of_a_file_is_a_note(models: Path, tmp_path: Path) -> Non
         (("--output_sequence_scores", "--beam", 2), True),
     ],
 )
-def test_scores_are_asked_for_where_beams_have_them_and_somebody_reads_them(
-    models: Path, flags: tuple, scores: bool
-) -> None:
+def test_scores_are_asked_for_where_beams_have_them_and_somebody_reads_them(models, flags, scores):
     settings = load(models, "bart", *flags).settings
     assert (settings.get("output_scores"), settings.get("return_dict_in_generate")) == (
         (True, True) if scores else (None, None)
     )
 
 
-def test_stop_strings_bring_the_tokenizer(models: Path) -> None:
+def test_stop_strings_bring_the_tokenizer(models):
     loaded = load(models, "bart", "--gen", "stop_strings=word5")
     assert loaded.settings["tokenizer"] is loaded.tokenizer
 
@@ -188,9 +125,7 @@ def test_stop_strings_bring_the_tokenizer(models: Path) -> None:
         ("mbart", "de_DE", "fr_XX", slice(-1, None), "decoder_start_token_id"),
     ],
 )
-def test_languages_mark_inputs_and_begin_outputs(
-    models: Path, model: str, source: str, target: str, languages: slice, begins: str
-) -> None:
+def test_languages_mark_inputs_and_begin_outputs(models, model, source, target, languages, begins):
     if not has_languages(models, model):
         assert "no languages" in refused(models, model, "--src_lang", source)
         return
@@ -212,7 +147,7 @@ def test_languages_mark_inputs_and_begin_outputs(
     assert by_name == {"forced_bos_token_id": settings[begins]}
 
 
-def test_whisper_is_told_the_language_by_name(models: Path) -> None:
+def test_whisper_is_told_the_language_by_name(models):
     for language in ("german", "de"):
         loaded = load(models, "whisper", *SPEECH, "--src_lang", language)
         assert loaded.settings == {"language": language}
@@ -222,7 +157,7 @@ def test_whisper_is_told_the_language_by_name(models: Path) -> None:
         assert loaded.model.generate(features, **loaded.settings).shape[0] == 1
 
 
-def test_speech_models_come_with_a_feature_extractor(models: Path) -> None:
+def test_speech_models_come_with_a_feature_extractor(models):
     loaded = load(models, "whisper", *SPEECH, "--gen", "task=translate", "--gen", "language=en")
     assert isinstance(loaded.feature_extractor, transformers.SequenceFeatureExtractor)
     assert loaded.settings == {"task": "translate", "language": "en"}
@@ -232,29 +167,28 @@ def test_speech_models_come_with_a_feature_extractor(models: Path) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "dtype"),
-    [((), torch.bfloat16), (("--dtype", "auto"), torch.bfloat16), (("--dtype", "float32"), torch.float32)],
+    [
+        ((), torch.bfloat16),
+        (("--dtype", "auto"), torch.bfloat16),
+        (("--dtype", "float32"), torch.float32),
+        (("--bf16",), torch.bfloat16),
+        (("--fp16",), torch.float16),
+    ],
 )
-def test_dtype_of_the_weights(tmp_path: Path, flags: tuple, dtype: torch.dtype) -> None:
+def test_dtype_of_the_weights(tmp_path, flags, dtype):
     folder = save_bart(tmp_path / "bart")
     transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
     assert load(folder.parent, folder.name, *flags).model.dtype == dtype
 
 
-def test_attn_implementation_is_the_librarys(models: Path) -> None:
+def test_attn_implementation_is_the_librarys(models):
     for name in ("eager", "sdpa"):
         loaded = load(models, "bart", "--attn_implementation", name)
         assert loaded.model.config._attn_implementation == name
 
 
 @pytest.mark.parametrize(("memory", "places"), [("20KB", {"cpu", "disk"}), ("6KB", {"disk"})])
-def test_device_map_auto_puts_what_does_not_fit_on_disk(
-    memory: str,
-    places: set[str],
-    models: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
+def test_device_map_auto_puts_what_does_not_fit_on_disk(memory, places, models, tmp_path, monkeypatch, capsys):
     """With the records of a run without it."""
     pytest.importorskip("accelerate")
     source = tmp_path / "in.txt"
@@ -287,10 +221,16 @@ def test_device_map_auto_puts_what_does_not_fit_on_disk(
         ("gpt2", ("--causal_lm", "--gen", "max_length=20"), (19, "max_gen_length 20")),
     ],
 )
-def test_input_limit_says_what_sets_it(models: Path, model: str, flags: tuple, limit: tuple[int, str]) -> None:
+def test_input_limit_says_what_sets_it(models, model, flags, limit):
     number, why = input_limit(load(models, model, *flags))
     assert number == limit[0]
     assert limit[1] in why
+
+
+def test_the_tokenizers_own_limit_counts(models, tmp_path):
+    folder = shutil.copytree(models / "bart", tmp_path / "bart")
+    transformers.AutoTokenizer.from_pretrained(folder, model_max_length=50).save_pretrained(folder)
+    assert input_limit(load(tmp_path, "bart"))[0] == 50
 
 
 @pytest.mark.parametrize(
@@ -306,52 +246,26 @@ def test_input_limit_says_what_sets_it(models: Path, model: str, flags: tuple, l
         ("gpt2", ("--causal_lm", "--truncation", "--max_tokenizer_length", 60), POSITIONS - 6, (POSITIONS - 6, "")),
     ],
 )
-def test_inputs_are_truncated_only_where_that_is_asked_for(
-    models: Path, model: str, flags: tuple, truncate_to: int | None, limit: tuple[int, str]
-) -> None:
+def test_inputs_are_truncated_only_where_that_is_asked_for(models, model, flags, truncate_to, limit):
     length, (number, why) = lengths_of_inputs(load(models, model, *flags))
     assert (length, number) == (truncate_to, limit[0])
     assert limit[1] in why
 
 
-def test_flags_of_fastseq_for_what_is_done_in_any_case_are_taken(models: Path, capsys: pytest.CaptureFixture) -> None:
+def test_flags_of_fastseq_for_what_is_done_in_any_case_are_taken(models, capsys):
     flags = ("--padding", "max_length", "--return_tensors=pt", "--no-truncation", "--output-summaries-only")
     assert load(models, "bart", *flags).settings == load(models, "bart").settings
     notes = [f"note: --{name} changes nothing" for name in ("padding", "return_tensors", "output_summaries_only")]
     assert capsys.readouterr().err.splitlines() == notes
 
 
-def test_every_field_of_generation_config_is_a_flag_and_hugging_faces_names_work() -> None:
-    args = parse("--num_beams", 3, "--batch-size=5", "--max_length", 9, "--min-length", 2)
-    assert (args.bs, args.gen) == (5, [("num_beams", 3), ("max_length", 9), ("min_length", 2)])
-    assert parse("--beam", 3, "--bs", 5, "--max_gen_length", 9, "--min_gen_length", 2) == args
-    assert parse("--min_gen_length", -1).gen == []  # FastSeq's number for "not given"
-    assert parse("--typical-p", "0.9", "--renormalize_logits", "--gen", "use_cache=false").gen == [
-        ("typical_p", 0.9),
-        ("renormalize_logits", True),
-        ("use_cache", False),
-    ]
-    unsettable = ("constraints", "transformers_version")
-    known = {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")} - set(unsettable)
-    assert known <= set(generation_fields()), known - set(generation_fields())
-
-
-def test_help_has_the_common_flags_on_a_screen_and_help_all_all_on_two() -> None:
-    short, everything = (build_parser(everything=each).format_help().splitlines() for each in (False, True))
-    for name, lines, most in (("--help", short, 60), ("--help-all", everything, 120)):
-        assert len(lines) <= most, f"{name} has {len(lines)} lines: at most {most}, so each flag's help fits one line"
-        wide = [line for line in lines if len(line) > 80]
-        assert not wide, f"{name} has lines of more than 80 characters, shorten the help of {wide}"
-    listed = {word for line in everything for word in line.split()[:1] if word.startswith("--")}
-    missing = {f"--{each.name}" for each in settings_of_run()[3:]} - listed
-    assert not missing, f"--help-all does not list {missing}: a flag is in one of the GROUPS of args.py, with a help"
-    assert "--beam" in listed
-    assert everything.index("common flags:") < everything.index("scores:") and "scores:" not in short
-
-
 CHAT = ("--causal_lm", "--chat")
 UNFIT = [
     ("bart", ("--gen", "num_beam=4"), "--gen num_beam=4", "did you mean num_beams?"),
+    ("bart", ("--max_new_tokens", 65), "--max_new_tokens 65", "up to 64"),
+    ("bart", ("--max_tokenizer_length", 65), "--max_tokenizer_length 65", "up to 64"),
+    ("bart", ("--decoder_start_token_id", 64), "--decoder_start_token_id 64", "up to 63"),
+    ("bart", ("--eos_token_id", 999), "--eos_token_id 999", "up to 63"),
     ("bart", ("--gen", "language=de"), "--gen language=de", "no such setting"),
     ("bart", ("--gen", "cache_implementation=none"), "--cache_implementation none"),
     ("bart", ("--gen", 'watermarking_config={"hue": 4}'), "--watermarking_config", "hue"),
@@ -374,14 +288,17 @@ UNFIT = [
     ("whisper", (), "whisper", "--task automatic-speech-recognition"),
     ("bart", SPEECH, "bart", "accepted without --causal_lm"),
     ("bart", ("--device", "toaster 3"), "--device toaster 3"),
+    ("bart", ("--device", "cuda:99"), "--device cuda:99"),
+    ("bart", ("--device", "meta"), "--device meta"),
     ("bart", ("--attn_implementation", "tea_ceremony"), "--attn_implementation tea_ceremony"),
     ("gpt2", CHAT, "--chat", "no chat template"),
     ("gpt2", ("--causal_lm", "--max_gen_length", 1), "--max_gen_length 1", "no input fits"),
+    ("gpt2", ("--causal_lm", "--max_new_tokens", 64), "64 positions", "no input fits"),
 ]
 
 
 @pytest.mark.parametrize(("model", "flags", "named"), [(model, flags, named) for model, flags, *named in UNFIT])
-def test_what_the_model_cannot_follow_is_refused(models: Path, model: str, flags: tuple, named: list[str]) -> None:
+def test_what_the_model_cannot_follow_is_refused(models, model, flags, named):
     message = refused(models, model, *flags)
     if model == "nllb" and not has_languages(models, model):
         named = ["--tgt_lang fr", "no languages"]
@@ -389,7 +306,7 @@ def test_what_the_model_cannot_follow_is_refused(models: Path, model: str, flags
         assert text in message
 
 
-def test_several_outputs_are_refused_wherever_they_come_from(models: Path, tmp_path: Path) -> None:
+def test_several_outputs_are_refused_wherever_they_come_from(models, tmp_path):
     (tmp_path / "settings.json").write_text('{"num_return_sequences": 2, "num_beams": 2}')
     flags = ("--generation_config", tmp_path / "settings.json")
     for named in ("--num_return_sequences 2", "--output_format jsonl", "--join_outputs"):
@@ -409,7 +326,7 @@ def test_several_outputs_are_refused_wherever_they_come_from(models: Path, tmp_p
         ("{", "is not JSON"),
     ],
 )
-def test_bad_files_of_settings_are_refused(models: Path, tmp_path: Path, content: str, named: str) -> None:
+def test_bad_files_of_settings_are_refused(models, tmp_path, content, named):
     file = tmp_path / "settings.json"
     file.write_text(content)
     message = refused(models, "bart", "--generation_config", file)
@@ -419,7 +336,7 @@ def test_bad_files_of_settings_are_refused(models: Path, tmp_path: Path, content
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
 
 
-def test_a_chat_template_is_tried_before_anything_is_read(models: Path, tmp_path: Path) -> None:
+def test_a_chat_template_is_tried_before_anything_is_read(models, tmp_path):
     folder = save_gpt2(tmp_path / "gpt2")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
@@ -434,12 +351,12 @@ def test_a_chat_template_is_tried_before_anything_is_read(models: Path, tmp_path
     assert "--system word1" in message and "no system" in message
 
 
-def test_models_that_label_sound_do_not_generate(tmp_path: Path) -> None:
+def test_models_that_label_sound_do_not_generate(tmp_path):
     transformers.Wav2Vec2Config().save_pretrained(tmp_path / "wav2vec2")
     assert "cannot generate with --task" in refused(tmp_path, "wav2vec2", *SPEECH)
 
 
-def test_missing_packages_for_audio_are_named_before_the_model_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_for_audio_are_named_before_the_model_is_looked_for(monkeypatch):
     monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "soxr" else object())
     message = refused(Path("/no"), "such/model", *SPEECH)
     assert "needs the package soxr: pip install soxr" in message and "soundfile" not in message

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_models import WORDS, save_bart, save_gpt2, save_llama, sentences
+from cli_models import WORDS, save_gpt2, save_llama, sentences
 
 from fastgen.batch.errors import InputError
 from fastgen.batch.journal import Journal
@@ -23,16 +23,9 @@ LINES = [*sentences(60), "", "", *sentences(70, seed=1), " ".join(WORDS * 2), *s
 FLAGS = ("--bs", "4", "--beam", "2", "--output_format", "jsonl")
 SAMPLING = ("--causal_lm", "--do_sample", "--seed", "3", "--max_new_tokens", "6", "--bs", "2", "--window", "0")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_bart(tmp_path_factory.mktemp("bart"))
-
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     (tmp_path / "in.txt").write_text("".join(f"{line}\n" for line in LINES))
     return tmp_path / "in.txt"
 
@@ -42,7 +35,7 @@ def run(model: Path, source: Path, output: Path, *flags: object) -> int:
 
 
 @pytest.mark.parametrize("shards", [2, 3, 7])
-def test_shards_write_what_one_run_writes(bart: Path, source: Path, tmp_path: Path, shards: int) -> None:
+def test_shards_write_what_one_run_writes(bart, source, tmp_path, shards):
     assert run(bart, source, tmp_path / "one", *FLAGS) == 1  # a line fails
     statuses = [
         run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", shards, "--shard_id", shard)
@@ -56,7 +49,7 @@ def test_shards_write_what_one_run_writes(bart: Path, source: Path, tmp_path: Pa
     assert made == one
 
 
-def test_samples_of_shards_are_those_of_one_run(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_samples_of_shards_are_those_of_one_run(source, tmp_path, capsys):
     gpt2 = save_gpt2(tmp_path / "gpt2")
     run(gpt2, source, tmp_path / "one.txt.gz", *SAMPLING)
     for shard in range(3):
@@ -70,9 +63,7 @@ def test_samples_of_shards_are_those_of_one_run(source: Path, tmp_path: Path, ca
     assert "is complete: the same run has made it" in capsys.readouterr().err
 
 
-def test_merge_names_shards_that_are_missing_and_those_that_differ(
-    bart: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_merge_names_shards_that_are_missing_and_those_that_differ(bart, source, tmp_path, capsys):
     for shard in (0, 2):
         run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", 4, "--shard_id", shard)
     (tmp_path / "out-00002-of-00004").write_text("changed\n")
@@ -88,7 +79,7 @@ def test_merge_names_shards_that_are_missing_and_those_that_differ(
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("out.")) == []
 
 
-def test_a_shard_goes_on_where_it_was_ended(bart: Path, source: Path, tmp_path: Path) -> None:
+def test_a_shard_goes_on_where_it_was_ended(bart, source, tmp_path):
     shard = (*FLAGS, "--num_shards", 2, "--shard_id", 0)
     run(bart, source, tmp_path / "one", *shard)
     whole = (tmp_path / "one-00000-of-00002").read_bytes()
@@ -106,9 +97,7 @@ def test_a_shard_goes_on_where_it_was_ended(bart: Path, source: Path, tmp_path: 
     assert name.read_bytes() == whole
 
 
-def test_a_merge_that_is_complete_stays(
-    bart: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_merge_that_is_complete_stays(bart, source, tmp_path, capsys):
     for shard in range(2):
         run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", 2, "--shard_id", shard)
     merged = ("--num_shards", 2, "--merge")
@@ -121,9 +110,7 @@ def test_a_merge_that_is_complete_stays(
     assert (tmp_path / "out").read_bytes() == before
 
 
-def test_scores_are_those_of_all_shards(
-    bart: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_scores_are_those_of_all_shards(bart, source, tmp_path, capsys):
     (tmp_path / "references").write_text("word1\n" * len(LINES))
     scored = ("--reference_path", tmp_path / "references")
     run(bart, source, tmp_path / "one", *FLAGS, *scored)
@@ -159,12 +146,12 @@ def array(task: int, *tasks: int) -> dict[str, str]:
         ({"JOB_COMPLETION_INDEX": "4"}, (4, None)),
     ],
 )
-def test_auto_is_what_the_launcher_says(environ: dict, expected: tuple | None) -> None:
+def test_auto_is_what_the_launcher_says(environ, expected):
     assert place(environ) == expected
 
 
 @pytest.mark.parametrize("task", [3, 6])
-def test_part_of_an_array_makes_the_shards_it_names(task: int) -> None:
+def test_part_of_an_array_makes_the_shards_it_names(task):
     args = of_launcher(parsed("--num_shards", "8", "--shard_id", "auto"), array(task, 3, 6))
     assert (args.shard_id, args.output) == (task, f"out-{task:05}-of-00008.txt")
 
@@ -173,7 +160,7 @@ def parsed(*flags: str, output: str = "out.txt"):
     return parse_arguments(["demo", "in.txt", output, *flags])
 
 
-def test_launchers_are_asked_with_auto_only() -> None:
+def test_launchers_are_asked_with_auto_only():
     given = of_launcher(parsed("--num_shards", "2", "--shard_id", "1"), TORCHRUN)
     assert (given.num_shards, given.shard_id, given.output, given.seed) == (2, 1, "out-00001-of-00002.txt", 0)
     assert of_launcher(parsed(), TORCHRUN) == parsed()
@@ -212,13 +199,13 @@ def test_launchers_are_asked_with_auto_only() -> None:
         (("--num_shards", "2", "--shard_id", "1", "--reference_path", "r"), {}, "--reference_path r does not go with"),
     ],
 )
-def test_flags_of_shards_that_do_not_go_together(flags: tuple, environ: dict, message: str) -> None:
+def test_flags_of_shards_that_do_not_go_together(flags, environ, message):
     with pytest.raises(InputError) as error:
         of_launcher(parsed(*flags), environ)
     assert message in str(error.value)
 
 
-def test_streams_have_no_shards() -> None:
+def test_streams_have_no_shards():
     with pytest.raises(InputError, match="OUTPUT - does not go with --num_shards 2"):
         of_launcher(parsed("--num_shards", "2", "--shard_id", "1", output="-"), os.environ)
 
@@ -231,13 +218,11 @@ def test_streams_have_no_shards() -> None:
         ("s3://bucket/out.txt", "s3://bucket/out-00003-of-00008.txt"),
     ],
 )
-def test_the_name_of_a_shard_keeps_its_ends(output: str, expected: str) -> None:
+def test_the_name_of_a_shard_keeps_its_ends(output, expected):
     assert output_of(output, 3, 8) == expected
 
 
-def test_a_shard_without_lines_loads_no_model(
-    bart: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_without_lines_loads_no_model(bart, source, tmp_path, monkeypatch):
     """There are three blocks of lines."""
     monkeypatch.setattr(Task, "load", lambda self: pytest.fail("the model is loaded"))
     assert run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", 4, "--shard_id", 3) == 0
@@ -246,9 +231,7 @@ def test_a_shard_without_lines_loads_no_model(
     assert run(bart, source, tmp_path / "none") == 0 and (tmp_path / "none").read_bytes() == b""
 
 
-def test_scores_of_shards_and_of_a_resumed_run_are_those_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_of_shards_and_of_a_resumed_run_are_those_of_one(tmp_path, monkeypatch):
     """To the last bit, where captured steps that batches before have left could be replayed sooner."""
     llama, source, out = save_llama(tmp_path / "llama"), tmp_path / "in.txt", tmp_path / "out"
     source.write_text("".join(f"{line}\n" for line in sentences(48, longest=9)))

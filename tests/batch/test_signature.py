@@ -20,7 +20,7 @@ SURVEY = Survey(3, "0" * 64)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return save_bart(tmp_path_factory.mktemp("models") / "bart")
 
 
@@ -33,13 +33,13 @@ def changes(before: dict, now: dict) -> list[str]:
     return differences(json.loads(json.dumps(before)), now)
 
 
-def test_the_same_model_in_another_folder_has_the_same_signature(folder: Path, tmp_path: Path) -> None:
+def test_the_same_model_in_another_folder_has_the_same_signature(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "README.md").write_text("about it")
     assert changes(sign(folder), sign(copy)) == []
 
 
-def test_flags_that_only_say_how_it_is_run_do_not_count(folder: Path) -> None:
+def test_flags_that_only_say_how_it_is_run_do_not_count(folder):
     other = {
         "input": "copy.txt",
         "output": "other.txt",
@@ -55,7 +55,7 @@ def test_flags_that_only_say_how_it_is_run_do_not_count(folder: Path) -> None:
     assert changes(sign(folder), sign(folder, **other)) == []
 
 
-def test_every_other_flag_counts_also_one_that_nobody_has_thought_of(folder: Path) -> None:
+def test_every_other_flag_counts_also_one_that_nobody_has_thought_of(folder):
     beams = [("num_beams", 4)]
     before = sign(folder, gen=beams)
     assert changes(before, sign(folder, gen=[("num_beams", 5)])) == ["num_beams was 4, is 5"]
@@ -75,16 +75,14 @@ def test_every_other_flag_counts_also_one_that_nobody_has_thought_of(folder: Pat
     assert "thought_of_later was not given, is 1" in changes(before, now)
 
 
-def test_the_input_counts_by_what_is_in_it(folder: Path) -> None:
+def test_the_input_counts_by_what_is_in_it(folder):
     expected = ["INPUT's content changed", "INPUT's number of lines was 3, is 4"]
     assert changes(sign(folder), sign(folder, Survey(4, "1" * 64))) == expected
     assert changes(sign(folder, None), sign(folder, None)) == []
 
 
 @pytest.mark.parametrize("size", [module.LARGE_FILE, 4096])
-def test_a_change_of_the_model_is_named_by_its_file(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+def test_a_change_of_the_model_is_named_by_its_file(folder, tmp_path, monkeypatch, size):
     """Of large files samples count."""
     monkeypatch.setattr(module, "LARGE_FILE", size)
     monkeypatch.setattr(module, "SAMPLES", 8)
@@ -102,7 +100,7 @@ def test_a_change_of_the_model_is_named_by_its_file(
     assert "MODEL's tokenizer.json changed" in changes(before, sign(tmp_path / "tokenizer"))
 
 
-def test_a_model_of_the_hub_counts_by_its_commit_once_that_is_known() -> None:
+def test_a_model_of_the_hub_counts_by_its_commit_once_that_is_known():
     early = sign("facebook/bart-base")
     one, other = (with_commit(early, SimpleNamespace(_commit_hash=each)) for each in ("a1", "b2"))
     assert changes(one, early) == [] == changes(one, dict(one))
@@ -110,7 +108,7 @@ def test_a_model_of_the_hub_counts_by_its_commit_once_that_is_known() -> None:
     assert '"facebook/bart-base", is "facebook/bart-large"' in changes(one, sign("facebook/bart-large"))[0]
 
 
-def test_signing_needs_no_torch(folder: Path) -> None:
+def test_signing_needs_no_torch(folder):
     code = (
         "import sys\nfrom fastgen.batch.config import BatchConfig\n"
         "from fastgen.batch.signature import signature\n"

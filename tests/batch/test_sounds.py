@@ -19,8 +19,6 @@ from fastgen.batch.audio import SoundFolder
 from fastgen.batch.config import BatchConfig
 from fastgen.cli.transformers.command import main
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 TEXTS = ["word1 word2 word3", "word4", "word5 word6 word7 word8", "word9 word2"]
 VERSIONS = ("SeamlessM4T", "SeamlessM4Tv2")
 T2S = ("--task", "text-to-speech")
@@ -28,7 +26,7 @@ TO_FRENCH = ("--src_lang", "eng", "--tgt_lang", "fra")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def folders(tmp_path_factory):
     """A model's folder, made once."""
     made: dict[tuple, Path] = {}
 
@@ -42,7 +40,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def sounds(tmp_path: Path) -> list[str]:
+def sounds(tmp_path):
     """Paths of four files of noise of 16 kHz."""
     draw = np.random.default_rng(0)
     for number in range(4):
@@ -99,9 +97,7 @@ def plain_seamless(folder: Path, kind: str, inputs: list[Any], bs: int, **settin
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_seamless_speaks_texts_as_in_a_plain_loop(
-    tmp_path: Path, folders: Callable[..., Path], version: str, capsys: pytest.CaptureFixture
-) -> None:
+def test_seamless_speaks_texts_as_in_a_plain_loop(tmp_path, folders, version, capsys):
     folder = folders(save_seamless, version)
     flags = ("--speaker_id", "2", "--beam", "2", "--bs", "2", "--gen", "text_max_new_tokens=8")
     output = run(tmp_path, folder, TEXTS, *T2S, *TO_FRENCH, *flags)
@@ -116,9 +112,7 @@ def test_seamless_speaks_texts_as_in_a_plain_loop(
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_seamless_speaks_what_it_hears(
-    tmp_path: Path, folders: Callable[..., Path], sounds: list[str], version: str
-) -> None:
+def test_seamless_speaks_what_it_hears(tmp_path, folders, sounds, version):
     folder = folders(save_seamless, version, "ForSpeechToSpeech")
     lines = [sounds[0], sounds[1], str(tmp_path / "none.wav"), sounds[2], sounds[3]]
     flags = ("--task", "speech-to-speech", "--tgt_lang", "fra", "--bs", "2")
@@ -133,9 +127,7 @@ def test_seamless_speaks_what_it_hears(
 
 
 @pytest.mark.parametrize(("task", "kind"), [("speech-to-text", "ForSpeechToText"), ("translation", "ForTextToText")])
-def test_seamless_writes_text(
-    tmp_path: Path, folders: Callable[..., Path], sounds: list[str], task: str, kind: str, capsys: pytest.CaptureFixture
-) -> None:
+def test_seamless_writes_text(tmp_path, folders, sounds, task, kind, capsys):
     folder = folders(save_seamless, "SeamlessM4Tv2", kind)
     lines, languages = (TEXTS, TO_FRENCH) if task == "translation" else (sounds, TO_FRENCH[2:])
     flags = ("--task", task, *languages, "--beam", "2", "--max_new_tokens", "5", "--bs", "1")
@@ -159,13 +151,7 @@ def test_seamless_writes_text(
 
 
 @pytest.mark.parametrize("ends_at", ["a sound", "the name of OUTPUT"])
-def test_a_run_goes_on_and_writes_what_is_not_whole_again(
-    tmp_path: Path,
-    folders: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    ends_at: str,
-    capsys: pytest.CaptureFixture,
-) -> None:
+def test_a_run_goes_on_and_writes_what_is_not_whole_again(tmp_path, folders, monkeypatch, ends_at, capsys):
     folder, flags = folders(save_seamless, "SeamlessM4Tv2"), (*T2S, *TO_FRENCH, "--bs", "1")
     expected = spoken(run(tmp_path, folder, TEXTS, *flags, name="whole.jsonl"))
     output, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part.audio"
@@ -211,9 +197,7 @@ def _fail_for(output: Path) -> Callable[..., None]:
     return fail
 
 
-def test_sounds_that_are_there_stay_until_others_are_complete(
-    tmp_path: Path, folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_sounds_that_are_there_stay_until_others_are_complete(tmp_path, folders, monkeypatch, capsys):
     folder, flags = folders(save_seamless, "SeamlessM4Tv2"), (*T2S, *TO_FRENCH)
     output = run(tmp_path, folder, TEXTS[:2], *flags)
     before = spoken(output)
@@ -231,9 +215,7 @@ def test_sounds_that_are_there_stay_until_others_are_complete(
     assert "out.jsonl.audio one is there without the other (accepted: another" in capsys.readouterr().err
 
 
-def test_a_sound_of_no_length_is_a_failed_input(
-    tmp_path: Path, folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sound_of_no_length_is_a_failed_input(tmp_path, folders, monkeypatch):
     kind = transformers.SeamlessM4Tv2ForTextToSpeech
     generate = kind.generate
 
@@ -261,9 +243,7 @@ def test_a_sound_of_no_length_is_a_failed_input(
         (("--task", "speech-to-speech", "--prefix", "a"), "--prefix a does not go with --task speech-to-speech"),
     ],
 )
-def test_flags_that_contradict_a_task_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture, flags: tuple[str, ...], message: str
-) -> None:
+def test_flags_that_contradict_a_task_are_named(tmp_path, capsys, flags, message):
     run(tmp_path, Path("/nowhere"), ["a"], *flags, status=2)
     assert message in capsys.readouterr().err
     assert main(["model", str(tmp_path / "in"), "-", *T2S]) == 2
@@ -280,20 +260,13 @@ def test_flags_that_contradict_a_task_are_named(
         (save_bart, T2S, "bart cannot generate with --task text-to-speech (accepted without"),
     ],
 )
-def test_what_a_model_cannot_do_is_named(
-    tmp_path: Path,
-    folders: Callable[..., Path],
-    capsys: pytest.CaptureFixture,
-    save: Callable[..., Path],
-    flags: tuple[str, ...],
-    message: str,
-) -> None:
+def test_what_a_model_cannot_do_is_named(tmp_path, folders, capsys, save, flags, message):
     output = run(tmp_path, folders(save), ["word1"], *flags, status=2)
     assert message in capsys.readouterr().err
     assert list(tmp_path.glob(f"{output.name}*")) == []
 
 
-def test_files_of_sound_keep_every_sample(tmp_path: Path) -> None:
+def test_files_of_sound_keep_every_sample(tmp_path):
     samples = np.array([0.1, -1.5, 1e-9], np.float32)
     for name in ("out", "other"):
         folder = SoundFolder(BatchConfig("model", "in", str(tmp_path / name)), 8000)
@@ -306,9 +279,7 @@ def test_files_of_sound_keep_every_sample(tmp_path: Path) -> None:
     assert np.array_equal(found, samples) and rate == 8000 and soundfile.info(path).subtype == "FLOAT"
 
 
-def test_a_folder_that_appears_meanwhile_is_not_replaced(
-    tmp_path: Path, folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path, folders, monkeypatch, capsys):
     output, folder = tmp_path / "out.jsonl", tmp_path / "out.jsonl.audio"
     model, flags = folders(save_seamless, "SeamlessM4Tv2"), (*T2S, *TO_FRENCH)
     write = SoundFolder.write
@@ -331,9 +302,7 @@ def test_a_folder_that_appears_meanwhile_is_not_replaced(
     assert "one is there without the other" in capsys.readouterr().err
 
 
-def test_a_link_to_output_goes_on_as_well(
-    tmp_path: Path, folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_to_output_goes_on_as_well(tmp_path, folders, monkeypatch):
     (tmp_path / "sub").mkdir()
     (tmp_path / "out.jsonl").symlink_to(tmp_path / "sub" / "target.jsonl")
     model, flags = folders(save_seamless, "SeamlessM4Tv2"), (*T2S, *TO_FRENCH, "--bs", "1")

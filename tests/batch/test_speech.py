@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import soundfile
 import transformers
-from cli_language_models import save_whisper
 
 import fastgen
 from fastgen.cli.transformers.command import main
@@ -15,16 +14,8 @@ from fastgen.cli.transformers.command import main
 SPEECH = ("--task", "automatic-speech-recognition")
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def whisper(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_whisper(tmp_path_factory.mktemp("whisper"))
-
-
 @pytest.fixture
-def sounds(tmp_path: Path) -> list[str]:
+def sounds(tmp_path):
     """Paths of seven files of noise, some of them in stereo at another rate."""
     draw = np.random.default_rng(0)
     for number in range(7):
@@ -49,7 +40,7 @@ def plain_loop(folder: Path, paths: list[str], bs: int, **settings: object) -> l
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_text_is_that_of_a_plain_loop(tmp_path: Path, whisper: Path, sounds: list[str], beams: int) -> None:
+def test_text_is_that_of_a_plain_loop(tmp_path, whisper, sounds, beams):
     mono = sounds[1::2]
     source, output = tmp_path / "in", tmp_path / "out"
     source.write_text("\n".join(mono) + "\n")
@@ -60,9 +51,7 @@ def test_text_is_that_of_a_plain_loop(tmp_path: Path, whisper: Path, sounds: lis
     assert output.read_text().split("\n")[:-1] == [" ".join(text.splitlines()) for text in expected]
 
 
-def test_files_that_cannot_be_read_fail_alone(
-    tmp_path: Path, whisper: Path, sounds: list[str], capsys: pytest.CaptureFixture
-) -> None:
+def test_files_that_cannot_be_read_fail_alone(tmp_path, whisper, sounds, capsys):
     (tmp_path / "text.wav").write_text("no sound at all")
     paths = [sounds[1], str(tmp_path / "none.wav"), sounds[2], str(tmp_path / "text.wav"), "", sounds[3]]
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -78,7 +67,7 @@ def test_files_that_cannot_be_read_fail_alone(
     assert [records[0]["outputs"][0]["text"], records[5]["outputs"][0]["text"]] == mono
 
 
-def test_beams_have_no_scores_and_the_whole_text_in_json(tmp_path: Path, whisper: Path, sounds: list[str]) -> None:
+def test_beams_have_no_scores_and_the_whole_text_in_json(tmp_path, whisper, sounds):
     """Where Whisper's generate is asked for scores, it returns but the last of its passes over a sound."""
     mono = sounds[1::2]
     source, text, records = tmp_path / "in", tmp_path / "out", tmp_path / "out.jsonl"

@@ -25,7 +25,7 @@ def threads(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
 
 
-def test_no_more_is_taken_ahead_than_there_is_room_for() -> None:
+def test_no_more_is_taken_ahead_than_there_is_room_for():
     taken: list[int] = []
 
     def items() -> Iterator[int]:
@@ -40,7 +40,7 @@ def test_no_more_is_taken_ahead_than_there_is_room_for() -> None:
     assert list(ahead) == list(range(20))
 
 
-def test_an_error_comes_after_the_items_before_it() -> None:
+def test_an_error_comes_after_the_items_before_it():
     def items() -> Iterator[int]:
         yield 1
         yield 2
@@ -53,7 +53,7 @@ def test_an_error_comes_after_the_items_before_it() -> None:
     assert seen == [1, 2]
 
 
-def test_who_waits_for_an_item_is_told_when_there_will_be_none() -> None:
+def test_who_waits_for_an_item_is_told_when_there_will_be_none():
     go_on, seen = threading.Event(), []
 
     def items() -> Iterator[int]:
@@ -70,7 +70,7 @@ def test_who_waits_for_an_item_is_told_when_there_will_be_none() -> None:
     wait_until(lambda: not threads("fastgen-test"))
 
 
-def test_an_input_that_never_ends_does_not_keep_the_program() -> None:
+def test_an_input_that_never_ends_does_not_keep_the_program():
     run_code(
         "import time; from fastgen.batch.pipeline import Ahead\nAhead((time.sleep(600) for _ in range(9)), 2, 'reader')"
     )
@@ -90,7 +90,7 @@ def items(lines: list[Line]) -> list[Item]:
     return [Item(line, length=1) for line in lines]
 
 
-def test_chunks_are_batched_in_their_order_whoever_is_done_first() -> None:
+def test_chunks_are_batched_in_their_order_whoever_is_done_first():
     def late(lines: list[Line]) -> list[Item]:
         time.sleep(0.02 if lines[0].number % 4 == 1 else 0.0)
         return items(lines)
@@ -99,7 +99,7 @@ def test_chunks_are_batched_in_their_order_whoever_is_done_first() -> None:
     assert [item.line.number for batch in batches for item in batch.items] == list(range(1, 61))
 
 
-def test_a_prefetcher_that_is_stopped_leaves_no_threads() -> None:
+def test_a_prefetcher_that_is_stopped_leaves_no_threads():
     ahead = prefetcher(items, 1000)
     next(iter(ahead))
     ahead.stop()
@@ -107,7 +107,7 @@ def test_a_prefetcher_that_is_stopped_leaves_no_threads() -> None:
         wait_until(lambda name=name: not threads(name))
 
 
-def test_what_a_worker_raises_comes_after_the_batches_before_it() -> None:
+def test_what_a_worker_raises_comes_after_the_batches_before_it():
     def prepare(lines: list[Line]) -> list[Item]:
         if lines[0].number > 2 * BATCHES_AHEAD:
             raise ValueError("a bad task")
@@ -150,13 +150,13 @@ def run_all(pipeline: Pipeline, number: int) -> None:
         pipeline.kill()  # a pipeline that raised would leave threads to the next test
 
 
-def test_batches_are_written_in_their_order_by_several_workers() -> None:
+def test_batches_are_written_in_their_order_by_several_workers():
     written: list[int] = []
     run_all(behind_the_model(written.append)[0], 40)
     assert written == [*range(40)]
 
 
-def test_the_model_waits_while_too_much_is_not_written() -> None:
+def test_the_model_waits_while_too_much_is_not_written():
     go_on, written = threading.Event(), []
 
     def write(number: int) -> None:
@@ -174,7 +174,7 @@ def test_the_model_waits_while_too_much_is_not_written() -> None:
     assert written == [*range(20)]
 
 
-def test_after_a_batch_that_cannot_be_written_none_is() -> None:
+def test_after_a_batch_that_cannot_be_written_none_is():
     written: list[int] = []
 
     def full(number: int) -> None:
@@ -187,7 +187,7 @@ def test_after_a_batch_that_cannot_be_written_none_is() -> None:
     assert written == [*range(5)]
 
 
-def test_a_pipeline_that_is_killed_does_not_wait_for_a_write_that_never_ends() -> None:
+def test_a_pipeline_that_is_killed_does_not_wait_for_a_write_that_never_ends():
     go_on, written = threading.Event(), []
 
     def write(number: int) -> None:

@@ -1,8 +1,6 @@
 """Lines of INPUT become the token ids that a plain call of the tokenizer gives; a bad line is its own error only."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +25,7 @@ TEXTS = sentences(20)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> transformers.PreTrainedTokenizerBase:
+def tokenizer(tmp_path_factory):
     """Puts <s> and </s> around every text."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(save_bart(tmp_path_factory.mktemp("bart")))
     tokenizer.chat_template = TEMPLATE
@@ -35,7 +33,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> transformers.PreTrain
 
 
 @pytest.fixture
-def prepare(tokenizer: transformers.PreTrainedTokenizerBase) -> Callable[..., list[Item]]:
+def prepare(tokenizer):
     """Prepares lines given as text or bytes, with plain text as the format where nothing else is said."""
 
     def prepare_lines(lines: list[str | bytes], with_tokenizer: Any = None, **given: Any) -> list[Item]:
@@ -72,9 +70,7 @@ def records(texts: list[Any], **fields: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("length", [None, 5])
-def test_text_is_tokenized_as_by_a_plain_call(
-    prepare: Callable[..., list[Item]], tokenizer: transformers.PreTrainedTokenizerBase, length: int | None
-) -> None:
+def test_text_is_tokenized_as_by_a_plain_call(prepare, tokenizer, length):
     truncation = {} if length is None else {"truncation": True, "max_length": length}
     expected = tokenizer(["word1 " + text for text in TEXTS], **truncation)["input_ids"]
     found = prepare(TEXTS, prefix="word1 ", max_tokenizer_length=length)
@@ -83,9 +79,7 @@ def test_text_is_tokenized_as_by_a_plain_call(
     assert ids(prepare(records(TEXTS), jsonl=True, prefix="word1 ", max_tokenizer_length=length)) == expected
 
 
-def test_all_lines_are_tokenized_in_one_call(
-    prepare: Callable[..., list[Item]], tokenizer: transformers.PreTrainedTokenizerBase
-) -> None:
+def test_all_lines_are_tokenized_in_one_call(prepare, tokenizer):
     calls = []
 
     def counting(texts: list[str], **settings: Any) -> Any:
@@ -96,23 +90,21 @@ def test_all_lines_are_tokenized_in_one_call(
     assert calls == [len(TEXTS)]
 
 
-def test_byte_order_mark_and_line_ends_are_no_text(
-    prepare: Callable[..., list[Item]], tokenizer: transformers.PreTrainedTokenizerBase
-) -> None:
+def test_byte_order_mark_and_line_ends_are_no_text(prepare, tokenizer):
     lines = [b"\xef\xbb\xbfword1 word2\r", b"word3\r", b"word4"]
     assert ids(prepare(lines)) == tokenizer(["word1 word2", "word3", "word4"])["input_ids"]
     lines = [b"\xef\xbb\xbf" + records(TEXTS)[0].encode() + b"\r", *records(TEXTS[1:])]
     assert ids(prepare(lines, jsonl=True)) == tokenizer(TEXTS)["input_ids"]
 
 
-def test_nothing_is_generated_for_lines_without_text(prepare: Callable[..., list[Item]]) -> None:
+def test_nothing_is_generated_for_lines_without_text(prepare):
     assert are_empty(prepare([b"\xef\xbb\xbf", "", " \t", "\r"], prefix="word1 "))
     lines = [*records(["", " \n\t"]), "", " "]
     assert are_empty(prepare(lines, jsonl=True, prefix="word1 "))
     assert are_empty(prepare(lines, jsonl=True, chat=True, system="word1"))
 
 
-def test_nothing_is_generated_for_text_without_tokens(prepare: Callable[..., list[Item]], tmp_path: Path) -> None:
+def test_nothing_is_generated_for_text_without_tokens(prepare, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(save_gpt2(tmp_path))
 
     def dropping(texts: list[str], **settings: Any) -> Any:
@@ -141,7 +133,7 @@ def test_nothing_is_generated_for_text_without_tokens(prepare: Callable[..., lis
         ('{"text": ["a"]}', 'has a list in its field "text" (accepted: a string)'),
     ],
 )
-def test_bad_records_say_what_was_found(prepare: Callable[..., list[Item]], line: str, error: str) -> None:
+def test_bad_records_say_what_was_found(prepare, line, error):
     good = records(["word1"])[0]
     before, found, after = prepare([good, line, good], jsonl=True)
     assert error in found.error
@@ -168,11 +160,11 @@ NESTED = {
         ("outputs.0.text", 7),
     ],
 )
-def test_a_path_reaches_fields_inside_of_fields(prepare: Callable[..., list[Item]], path: str, word: int) -> None:
+def test_a_path_reaches_fields_inside_of_fields(prepare, path, word):
     assert ids(prepare([json.dumps(NESTED)], jsonl=True, text_field=path)) == [[0, 4 + word, 2]]
 
 
-def test_an_empty_list_on_the_way_to_a_text_is_an_empty_text(prepare: Callable[..., list[Item]]) -> None:
+def test_an_empty_list_on_the_way_to_a_text_is_an_empty_text(prepare):
     assert are_empty(prepare([json.dumps(NESTED)], jsonl=True, text_field="none.0.text"))
 
 
@@ -186,14 +178,12 @@ def test_an_empty_list_on_the_way_to_a_text_is_an_empty_text(prepare: Callable[.
         ("b.a", 'its fields: "article", "a.b", "a", "none", "outputs"'),
     ],
 )
-def test_a_path_that_leads_nowhere_says_how_far_it_went(
-    prepare: Callable[..., list[Item]], path: str, found: str
-) -> None:
+def test_a_path_that_leads_nowhere_says_how_far_it_went(prepare, path, found):
     (prepared,) = prepare([json.dumps(NESTED)], jsonl=True, text_field=path)
     assert prepared.error == f'has no field "{path}" ({found})'
 
 
-def test_records_need_the_field_of_the_id(prepare: Callable[..., list[Item]]) -> None:
+def test_records_need_the_field_of_the_id(prepare):
     lines = [*records(["word1"], id="a"), *records(["word1"], key="a")]
     good, bad = prepare(lines, jsonl=True, id_field="id")
     assert ids([good]) == [[0, 5, 2]]
@@ -208,23 +198,19 @@ def test_records_need_the_field_of_the_id(prepare: Callable[..., list[Item]]) ->
         ("9" * 5000, "is not JSON that can be read (Exceeds the limit (4300 digits)"),
     ],
 )
-def test_numbers_that_python_does_not_hold_are_their_lines_errors(
-    prepare: Callable[..., list[Item]], number: str, error: str | None
-) -> None:
+def test_numbers_that_python_does_not_hold_are_their_lines_errors(prepare, number, error):
     good, found = prepare(['{"text": "word1"}', f'{{"text": "word1", "a": [{number}]}}'], jsonl=True)
     assert ids([good]) == [[0, 5, 2]]
     assert str(found.error).startswith(str(error)) and (found.arrays is None) == (error is not None)
 
 
-def test_text_that_is_not_utf8_is_its_lines_error(prepare: Callable[..., list[Item]]) -> None:
+def test_text_that_is_not_utf8_is_its_lines_error(prepare):
     good, bad = prepare(["word1", b"caf\xe9 word1"])
     assert bad.error == "is not UTF-8 text (invalid continuation byte at byte 4)"
     assert ids([good]) == [[0, 5, 2]]
 
 
-def test_only_the_line_fails_on_which_the_tokenizer_raises(
-    prepare: Callable[..., list[Item]], tokenizer: transformers.PreTrainedTokenizerBase
-) -> None:
+def test_only_the_line_fails_on_which_the_tokenizer_raises(prepare, tokenizer):
     # Half a surrogate pair, which JSON can write and no tokenizer can read.
     good, bad, other = prepare(['{"text": "word1"}', '{"text": "\\ud800"}', '{"text": "word2"}'], jsonl=True)
     assert bad.error.startswith("cannot be tokenized (TypeError: ")
@@ -240,7 +226,7 @@ def test_only_the_line_fails_on_which_the_tokenizer_raises(
     assert ids([found[0], found[3]]) == tokenizer(["word1", "word2"])["input_ids"]
 
 
-def test_longer_input_than_the_limit_is_its_lines_error(prepare: Callable[..., list[Item]]) -> None:
+def test_longer_input_than_the_limit_is_its_lines_error(prepare):
     limit = (5, "MODEL's positions")
     lines = ["word1 word2 word3", "word1 word2 word3 word4"]
     good, bad = prepare(lines, limit=limit)
@@ -263,9 +249,7 @@ ODD_TEXTS = [
 
 @pytest.mark.parametrize("kind", ["words", "demo", "bytes"])
 @pytest.mark.parametrize("text", ODD_TEXTS, ids=range(len(ODD_TEXTS)))
-def test_a_long_text_is_cut_to_what_it_is_truncated_to_or_fails(
-    prepare: Callable[..., list[Item]], tokenizer: transformers.PreTrainedTokenizerBase, kind: str, text: str
-) -> None:
+def test_a_long_text_is_cut_to_what_it_is_truncated_to_or_fails(prepare, tokenizer, kind, text):
     """The plain call takes the first of so many characters that the cut is far away."""
     if kind == "demo":
         tokenizer = transformers.AutoTokenizer.from_pretrained(demo_path())
@@ -289,9 +273,7 @@ def test_a_long_text_is_cut_to_what_it_is_truncated_to_or_fails(
     assert (len(expected) == 64) == (kind == "bytes" or " " in text.strip() or kind == "demo"), len(expected)
 
 
-def test_a_long_text_that_cannot_be_cut_fails_before_it_is_tokenized(
-    prepare: Callable[..., list[Item]], tokenizer: transformers.PreTrainedTokenizerBase
-) -> None:
+def test_a_long_text_that_cannot_be_cut_fails_before_it_is_tokenized(prepare, tokenizer):
     def never(texts: list[str], **settings: Any) -> Any:
         assert max(map(len, texts)) < LONG
         return tokenizer(texts, **settings)
@@ -309,9 +291,7 @@ def test_a_long_text_that_cannot_be_cut_fails_before_it_is_tokenized(
     assert bad.error == why
 
 
-def test_a_line_that_is_cut_ends_before_a_character_and_a_record_must_be_whole(
-    tokenizer: transformers.PreTrainedTokenizerBase,
-) -> None:
+def test_a_line_that_is_cut_ends_before_a_character_and_a_record_must_be_whole(tokenizer):
     plain, cut = asked(), limits(max_tokenizer_length=5)
     most = TextInput(tokenizer, plain, *cut).line_bytes
     raw = ("word1 ö " * SHORTEST_LONG_TEXT).encode()
@@ -326,7 +306,7 @@ def test_a_line_that_is_cut_ends_before_a_character_and_a_record_must_be_whole(
     assert "the most that are read of a record" in found.error
 
 
-def test_a_tokenizer_is_settled_before_threads_share_it(tmp_path: Path) -> None:
+def test_a_tokenizer_is_settled_before_threads_share_it(tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(save_bart(tmp_path))
     tokenizer.backend_tokenizer.enable_truncation(3)
     TextInput(tokenizer, asked())
@@ -342,9 +322,7 @@ def chat(tokenizer: transformers.PreTrainedTokenizerBase, messages: list[dict[st
 
 
 @pytest.mark.parametrize("system", [None, "word5 word6"])
-def test_text_becomes_a_users_message(
-    prepare: Callable[..., list[Item]], tokenizer: transformers.PreTrainedTokenizerBase, system: str | None
-) -> None:
+def test_text_becomes_a_users_message(prepare, tokenizer, system):
     first = [] if system is None else [{"role": "system", "content": system}]
     expected = [chat(tokenizer, [*first, {"role": "user", "content": "word1 " + text}]) for text in TEXTS]
     assert ids(prepare(TEXTS, chat=True, system=system, prefix="word1 ")) == expected
@@ -354,9 +332,7 @@ def test_text_becomes_a_users_message(
     assert expected[0][-1] == tokenizer.convert_tokens_to_ids("word7")
 
 
-def test_records_may_hold_conversations(
-    prepare: Callable[..., list[Item]], tokenizer: transformers.PreTrainedTokenizerBase
-) -> None:
+def test_records_may_hold_conversations(prepare, tokenizer):
     turns = [{"role": "user", "content": "word1"}, {"role": "assistant", "content": "word2"}]
     turns.append({"role": "user", "content": "word3 word4"})
     own = {"role": "system", "content": "word8"}
@@ -378,19 +354,14 @@ def test_records_may_hold_conversations(
         ([{"role": "tool", "content": "word1"}], "cannot be tokenized (TemplateError: no tools here)"),
     ],
 )
-def test_only_the_bad_conversation_fails(
-    prepare: Callable[..., list[Item]],
-    tokenizer: transformers.PreTrainedTokenizerBase,
-    messages: Any,
-    error: str,
-) -> None:
+def test_only_the_bad_conversation_fails(prepare, tokenizer, messages, error):
     before, bad, after = prepare(records(["word1", messages, "word2"]), jsonl=True, chat=True)
     assert bad.error == error
     expected = [chat(tokenizer, [{"role": "user", "content": text}]) for text in ("word1", "word2")]
     assert ids([before, after]) == expected
 
 
-def test_a_conversation_is_never_cut_before_the_answer(prepare: Callable[..., list[Item]]) -> None:
+def test_a_conversation_is_never_cut_before_the_answer(prepare):
     short, long = prepare(["word1", "word1 word2 word3"], chat=True, max_tokenizer_length=6, limit=(7, "positions"))
     assert ids([short]) == [[0, 3, 5, 2, 11]]
     assert long.error.startswith(
@@ -406,9 +377,7 @@ def test_a_conversation_is_never_cut_before_the_answer(prepare: Callable[..., li
         (17, True, 'has a number in its field "text" (accepted: a string or a list of messages)'),
     ],
 )
-def test_a_field_of_the_wrong_kind_is_its_lines_error(
-    prepare: Callable[..., list[Item]], text: Any, chat: bool, error: str
-) -> None:
+def test_a_field_of_the_wrong_kind_is_its_lines_error(prepare, text, chat, error):
     for place in (0, 1):
         found = prepare(records([text, "word1"] if place == 0 else ["word1", text]), jsonl=True, chat=chat)
         assert error in found[place].error and found[1 - place].error is None

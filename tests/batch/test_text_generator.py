@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import transformers
 from cli_loop import plain_loop
-from cli_models import WORDS, save_bart, save_gpt2, sentences
+from cli_models import WORDS, save_gpt2, sentences
 from python_process import run_code
 
 import fastgen
@@ -19,25 +19,18 @@ from fastgen.cli.transformers.command import main
 
 LINES = sentences(23)
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_bart(tmp_path_factory.mktemp("bart"))
-
 
 def texts(records: list[dict]) -> list[str]:
     return [output["text"] for record in records for output in record["outputs"]]
 
 
-def test_an_old_transformers_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_transformers_is_refused_by_its_version(monkeypatch):
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
     with pytest.raises(InputError, match=r"wanted transformers 5\.0\.0 or newer, found 4\.57\.1"):
         fastgen.TextGenerator("demo")
 
 
-def test_a_list_gives_the_records_of_the_command_in_order(bart: Path, tmp_path: Path) -> None:
+def test_a_list_gives_the_records_of_the_command_in_order(bart, tmp_path):
     lines = [*LINES, "", " ".join(WORDS * 2)]
     (tmp_path / "in").write_text("".join(f"{line}\n" for line in lines))
     command = [str(bart), str(tmp_path / "in"), str(tmp_path / "out.jsonl"), "--beam", "2", "--bs", "4"]
@@ -53,7 +46,7 @@ def test_a_list_gives_the_records_of_the_command_in_order(bart: Path, tmp_path: 
     assert generator([]) == [] and texts(generator(LINES[:2])) == texts(written[:2])
 
 
-def test_columns_come_back_with_the_outputs_beside_them(bart: Path) -> None:
+def test_columns_come_back_with_the_outputs_beside_them(bart):
     generator = fastgen.TextGenerator(str(bart), text_field="article", typical_p=0.9, renormalize_logits=True)
     columns = {"article": np.array(LINES[:5]), "id": [5, 4, 3, 2, 1]}
     found = generator(columns)
@@ -61,13 +54,13 @@ def test_columns_come_back_with_the_outputs_beside_them(bart: Path) -> None:
     assert [outputs[0]["text"] for outputs in found["outputs"]] == plain_loop(bart, LINES[:5], 5)
 
 
-def test_halves_may_be_asked_for_by_either_flag(bart: Path) -> None:
+def test_halves_may_be_asked_for_by_either_flag(bart):
     for flag in ({"bf16": True}, {"dtype": "bfloat16"}):
         [record] = fastgen.TextGenerator(str(bart), **flag)(LINES[:1])
         assert record["outputs"]
 
 
-def test_a_stream_is_generated_for_while_it_is_read(bart: Path) -> None:
+def test_a_stream_is_generated_for_while_it_is_read(bart):
     read: list[int] = []
 
     def endless() -> Iterator[str]:
@@ -83,7 +76,7 @@ def test_a_stream_is_generated_for_while_it_is_read(bart: Path) -> None:
     assert len(read) < 5000
 
 
-def test_a_stream_that_pauses_gets_its_records_before_it_goes_on(bart: Path) -> None:
+def test_a_stream_that_pauses_gets_its_records_before_it_goes_on(bart):
     seen: list[dict] = []
 
     def conversation() -> Iterator[str]:
@@ -98,7 +91,7 @@ def test_a_stream_that_pauses_gets_its_records_before_it_goes_on(bart: Path) -> 
     assert texts(seen) == plain_loop(bart, LINES[:3], 1)
 
 
-def test_a_loaded_model_is_taken_with_its_tokenizer(tmp_path: Path) -> None:
+def test_a_loaded_model_is_taken_with_its_tokenizer(tmp_path):
     folder = save_gpt2(tmp_path / "gpt2")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -119,12 +112,12 @@ def test_a_loaded_model_is_taken_with_its_tokenizer(tmp_path: Path) -> None:
         ({"task": "text-to-speech"}, "OUTPUT - does not go with task='text-to-speech'"),
     ],
 )
-def test_settings_that_cannot_be_used_are_named(bart: Path, settings: dict, message: str) -> None:
+def test_settings_that_cannot_be_used_are_named(bart, settings, message):
     with pytest.raises(InputError, match=message):
         fastgen.TextGenerator(str(bart), **settings)
 
 
-def test_a_model_may_be_a_path_and_inputs_are_no_single_text(bart: Path) -> None:
+def test_a_model_may_be_a_path_and_inputs_are_no_single_text(bart):
     generator = fastgen.TextGenerator(bart, bs=4)
     assert generator(LINES[:3]) == fastgen.TextGenerator(str(bart), bs=4)(LINES[:3])
     with pytest.raises(TypeError, match="inputs is one text"):
@@ -140,7 +133,7 @@ def of_rows(generator: fastgen.TextGenerator, rows: list, size: int) -> list[dic
     return [dict(zip(names, row, strict=True)) for each in columns for row in zip(*map(each.get, names), strict=True)]
 
 
-def test_what_is_no_text_is_its_rows_error_in_any_batch(bart: Path) -> None:
+def test_what_is_no_text_is_its_rows_error_in_any_batch(bart):
     generator = fastgen.TextGenerator(bart, bs=4)
     bad = [None, 1, np.float64("nan"), np.int64(3), b"word1", Path("word1"), object(), {"a": {1}}, 10**5000, ["word1"]]
     rows = [each for value in bad for each in (value, "word1")]
@@ -156,7 +149,7 @@ def test_what_is_no_text_is_its_rows_error_in_any_batch(bart: Path) -> None:
     assert [record.get("error") for record in generator(rows)] == [record["error"] for record in expected]
 
 
-def test_rows_the_model_fails_for_are_their_errors_in_any_batch(bart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_the_model_fails_for_are_their_errors_in_any_batch(bart, monkeypatch):
     def refuse(self: object, **_: object) -> None:
         raise ValueError("this cannot be")
 
@@ -167,7 +160,7 @@ def test_rows_the_model_fails_for_are_their_errors_in_any_batch(bart: Path, monk
 
 
 @pytest.mark.parametrize("rows", [["", " ", *LINES[:3]], [*LINES[:3], None, " ".join(WORDS * 2), None, *LINES[3:5]]])
-def test_columns_have_one_type_in_all_batches_of_datasets(bart: Path, rows: list) -> None:
+def test_columns_have_one_type_in_all_batches_of_datasets(bart, rows):
     datasets = pytest.importorskip("datasets")
     generator = fastgen.TextGenerator(bart, num_beams=2, bs=4)
     plain = datasets.Dataset.from_dict({"text": rows})
@@ -180,11 +173,11 @@ def test_columns_have_one_type_in_all_batches_of_datasets(bart: Path, rows: list
         assert found.features["error"] == datasets.Value("string")
 
 
-def test_paths_are_paths_of_sounds(tmp_path: Path) -> None:
+def test_paths_are_paths_of_sounds(tmp_path):
     found = list(_chunks([tmp_path / "a.wav", "b.wav", b"c.wav"], 4))
     assert [line.value for line in found[0]] == [str(tmp_path / "a.wav"), "b.wav", b"c.wav"]
 
 
-def test_it_is_imported_when_it_is_first_used() -> None:
+def test_it_is_imported_when_it_is_first_used():
     code = "import sys, fastgen\nassert 'fastgen.cli' not in sys.modules and 'torch' not in sys.modules\n"
     run_code(code + "assert fastgen.TextGenerator.__name__ == 'TextGenerator' and 'torch' in sys.modules")

@@ -1,12 +1,15 @@
 """The loop that a user would write around the unpatched library, and the command on the same lines."""
 
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import transformers
 
 import fastgen
+from fastgen.batch.pipeline import SplitOnOOM
 from fastgen.cli.transformers.command import main
 
 
@@ -32,11 +35,32 @@ def plain_loop(folder: Path, lines: list[str], bs: int, causal_lm: bool = False,
     return texts
 
 
+def command(*arguments: object) -> int:
+    """The status of the command with these arguments."""
+    return main([*map(str, arguments)])
+
+
+def interrupted_after(batches: int) -> Any:
+    """A context in which Ctrl-C ends each run after so many batches."""
+    original, left = SplitOnOOM.__call__, iter(range(batches))
+
+    def call(self: SplitOnOOM, *batch: Any) -> Any:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return original(self, *batch)
+
+    return mock.patch.object(SplitOnOOM, "__call__", call)
+
+
+def write_lines(path: Path, lines: list[str]) -> Path:
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
 def generate(tmp_path: Path, model: object, lines: list[str], *flags: object) -> list[str]:
     """Lines of OUTPUT."""
-    source, output = tmp_path / "input.txt", tmp_path / "output.txt"
-    source.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    assert main([str(model), str(source), str(output), "--overwrite", *map(str, flags)]) == 0
+    source, output = write_lines(tmp_path / "input.txt", lines), tmp_path / "output.txt"
+    assert command(model, source, output, "--overwrite", *flags) == 0
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".part") == []
     text = output.read_text(encoding="utf-8")
     assert text.endswith("\n")

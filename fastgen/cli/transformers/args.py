@@ -3,7 +3,7 @@
 Every setting of a run is a flag, and so is every field of transformers' GenerationConfig. Names and meanings are
 FastSeq's, so that its command lines keep working.
 
-Tests: tests/batch/test_settings.py, tests/cli/transformers/test_bad_flags.py
+Tests: tests/batch/test_settings.py, tests/cli/transformers/test_flags.py
 """
 
 from __future__ import annotations

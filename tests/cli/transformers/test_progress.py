@@ -7,16 +7,16 @@ import re
 import struct
 import sys
 import termios
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
+from cli_loop import command, interrupted_after, write_lines
 from cli_models import save_bart, sentences
 
 from fastgen.cli.transformers import progress
-from fastgen.cli.transformers.command import main
 from fastgen.cli.transformers.progress import Progress
 
+LINES = sentences(9)
 BATCH = (2, 7, [(2, "is broken")])  # inputs, tokens, failures
 
 
@@ -27,7 +27,7 @@ def start(total: int | None, done: int = 0, quiet: bool = False) -> Progress:
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Callable[[], str]]]:
+def terminal(monkeypatch):
     """Makes stderr a terminal of so many columns; what that returns gives what is written there."""
     opened = []
 
@@ -55,7 +55,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Callab
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_a_terminal_gets_a_bar_of_its_width(terminal: Callable, columns: int) -> None:
+def test_a_terminal_gets_a_bar_of_its_width(terminal, columns):
     written = terminal(columns)
     shown = start(10, done=4)
     shown.finished(*BATCH)
@@ -68,7 +68,7 @@ def test_a_terminal_gets_a_bar_of_its_width(terminal: Callable, columns: int) ->
     assert len(bar) in (columns - 1, columns) and "█" in bar
 
 
-def test_without_a_total_there_is_no_bar_to_fill(terminal: Callable) -> None:
+def test_without_a_total_there_is_no_bar_to_fill(terminal):
     written = terminal(80)
     shown = start(None)
     shown.finished(*BATCH)
@@ -78,9 +78,7 @@ def test_without_a_total_there_is_no_bar_to_fill(terminal: Callable) -> None:
 
 
 @pytest.mark.parametrize(("total", "expected"), [(10, "6 of 10 inputs"), (None, "6 inputs")])
-def test_elsewhere_there_are_lines(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, total: int | None, expected: str
-) -> None:
+def test_elsewhere_there_are_lines(capsys, monkeypatch, total, expected):
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     start(total, done=4).finished(*BATCH)
     failure, line = capsys.readouterr().err.splitlines()
@@ -89,7 +87,7 @@ def test_elsewhere_there_are_lines(
     assert re.fullmatch(rf"{expected}, [\d.]+ inputs/s{rest}", line)
 
 
-def test_quiet_names_failures_only(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quiet_names_failures_only(capsys, monkeypatch):
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     quiet = start(10, quiet=True)
     quiet.finished(*BATCH)
@@ -98,9 +96,7 @@ def test_quiet_names_failures_only(capsys: pytest.CaptureFixture, monkeypatch: p
     assert (quiet.inputs, quiet.amount, capsys.readouterr().err) == (2, 7, "")
 
 
-def test_the_time_left_is_that_of_the_speed_so_far(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_left_is_that_of_the_speed_so_far(capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
@@ -113,29 +109,21 @@ def test_the_time_left_is_that_of_the_speed_so_far(
 
 
 @pytest.fixture(scope="module")
-def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bart(tmp_path_factory):
     return save_bart(tmp_path_factory.mktemp("bart"))
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_run_says_what_it_loads_and_where_it_goes_on(
-    bart: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, output = tmp_path / "input.txt", tmp_path / "output.txt"
-    source.write_text("".join(line + "\n" for line in sentences(9)))
-    command = [str(bart), str(source), str(output), "--bs", "2", "--window", "0"]
-    finished = Progress.finished
-
-    def stop_after_two(self: Progress, *batch: object) -> None:
-        finished(self, *batch)
-        if self.inputs >= 4:
-            raise OSError("the disk is full")
-
-    monkeypatch.setattr(Progress, "finished", stop_after_two)
-    assert main(command) == 1
+def test_a_run_says_what_it_loads_and_where_it_resumes(bart, tmp_path, capsys):
+    source, output = write_lines(tmp_path / "in", LINES), tmp_path / "out"
+    arguments = (bart, source, output, "--bs", 2, "--window", 0)
+    with interrupted_after(2):
+        assert command(*arguments) == 130
     assert capsys.readouterr().err.splitlines()[0] == f"loading {bart}"
-    monkeypatch.setattr(Progress, "finished", finished)
-    assert main([*command, "--resume"]) == 0
-    said = capsys.readouterr().err.splitlines()
+    assert command(*arguments, "--resume") == 0
+    captured = capsys.readouterr()
+    said = captured.err.splitlines()
     assert said[:2] == [f"loading {bart}", "fastgen-generate-for-transformers: resuming: 4 of 9 lines are already done"]
-    assert said[-1].startswith("5 lines in ")
+    assert captured.out == "" and re.fullmatch(r"5 lines in [\d.]+ s, [\d.]+ inputs/s, \d+ tokens/s", said[-1])
+    assert command(*arguments, "--overwrite", "--quiet") == 0
+    assert capsys.readouterr() == ("", "")

@@ -1,11 +1,105 @@
-"""Flags that are wrong or contradict each other are one line, status 2, before any file or model is looked for."""
-
-from pathlib import Path
+"""Flags and what they set; wrong ones are one line and status 2, before any file or model is looked for."""
 
 import pytest
+import transformers
 
-from fastgen.cli.transformers.args import PROG
+import fastgen
+from fastgen.batch.config import BatchConfig, generation_fields, settings_of_run
+from fastgen.cli.transformers.args import PROG, build_parser, parse_arguments
 from fastgen.cli.transformers.command import main
+
+
+def parse(*flags: object, source: str = "input", output: str = "output") -> BatchConfig:
+    return parse_arguments(["model", source, output, *map(str, flags)])
+
+
+def test_defaults():
+    args = parse()
+    assert (args.input_format, args.output_format, args.text_field, args.id_field) == ("text", "text", "text", None)
+    assert (args.preprocess_workers, args.postprocess_workers, args.window, args.batch_tokens) == (1, 1, None, None)
+    assert not any((args.resume, args.quiet, args.chat, args.join_outputs, args.gen, args.generation_config))
+
+
+@pytest.mark.parametrize(
+    ("source", "output", "flags", "formats"),
+    [
+        ("a.jsonl", "b.txt", (), ("jsonl", "jsonl")),
+        ("a.JSONL.gz", "b.txt", (), ("jsonl", "jsonl")),
+        ("a.txt", "b.jsonl.gz", (), ("text", "jsonl")),
+        ("a.jsonl.txt", "b", (), ("text", "text")),
+        ("a.jsonl", "b.jsonl", ("--input_format", "text", "--output_format", "text"), ("text", "text")),
+        ("-", "b.jsonl", ("--input_format", "jsonl", "--output_format", "text"), ("jsonl", "text")),
+        ("-", "b", ("--input_format", "jsonl"), ("jsonl", "jsonl")),
+        ("a", "b", ("--output-format", "jsonl"), ("text", "jsonl")),
+    ],
+)
+def test_formats_follow_file_names_unless_they_are_given(capsys, source, output, flags, formats):
+    args = parse(*flags, source=source, output=output)
+    assert (args.input_format, args.output_format) == formats
+    said = f"note: INPUT {source} is read as JSON records (--input_format text reads it as text)\n"
+    assert capsys.readouterr().err == (said if formats[0] == "jsonl" and not flags else "")
+    parse(*flags, "--quiet", source=source, output=output)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_dash_is_a_stream_and_a_file_of_that_name_is_a_file():
+    args = parse(source="-", output="./-")
+    assert (args.input, args.output) == ("-", "./-")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("num_beams=4", 4),
+        ("repetition_penalty=2", 2.0),  # the library takes floats only
+        ("do_sample=True", True),
+        ("early_stopping=never", "never"),
+        ("eos_token_id=[2, 3]", [2, 3]),
+        ("language=de", "de"),
+        ('language="de"', "de"),
+        ("max_length=null", None),
+        ("stop_strings=a=b", "a=b"),
+    ],
+)
+def test_values_of_gen_are_json_or_text(text, value):
+    [(key, parsed)] = parse("--gen", text).gen
+    assert (key, parsed, type(parsed)) == (text.partition("=")[0], value, type(value))
+
+
+def test_fields_of_generation_config_and_its_names_are_flags():
+    args = parse("--num_beams", 3, "--batch-size=5", "--max_length", 9, "--min-length", 2)
+    assert (args.bs, args.gen) == (5, [("num_beams", 3), ("max_length", 9), ("min_length", 2)])
+    assert parse("--beam", 3, "--bs", 5, "--max_gen_length", 9, "--min_gen_length", 2) == args
+    assert parse("--min_gen_length", -1).gen == []  # FastSeq's number for "not given"
+    assert parse("--typical-p", "0.9", "--renormalize_logits", "--gen", "use_cache=false").gen == [
+        ("typical_p", 0.9),
+        ("renormalize_logits", True),
+        ("use_cache", False),
+    ]
+    unsettable = ("constraints", "transformers_version")
+    known = {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")} - set(unsettable)
+    assert known <= set(generation_fields()), known - set(generation_fields())
+
+
+def test_help_is_a_screen_and_help_all_two():
+    short, everything = (build_parser(everything=each).format_help().splitlines() for each in (False, True))
+    for name, lines, most in (("--help", short, 60), ("--help-all", everything, 120)):
+        assert len(lines) <= most, f"{name} has {len(lines)} lines: at most {most}, so each flag's help fits one line"
+        wide = [line for line in lines if len(line) > 80]
+        assert not wide, f"{name} has lines of more than 80 characters, shorten the help of {wide}"
+    listed = {word for line in everything for word in line.split()[:1] if word.startswith("--")}
+    missing = {f"--{each.name}" for each in settings_of_run()[3:]} - listed
+    assert not missing, f"--help-all does not list {missing}: a flag is in one of the GROUPS of args.py, with a help"
+    assert "--beam" in listed
+    assert everything.index("common flags:") < everything.index("scores:") and "scores:" not in short
+
+
+def test_help_and_version_end_with_0(capsys):
+    for flag, shown in (("--help", "--max_gen_length N"), ("--version", f"fastgen {fastgen.__version__}\n")):
+        with pytest.raises(SystemExit) as ended:
+            main([flag])
+        assert ended.value.code == 0 and shown in capsys.readouterr().out
+
 
 BAD_FLAGS = [
     (["--bs", "0"], "--bs: 0"),
@@ -113,17 +207,13 @@ BAD_STREAMS = [
 
 
 @pytest.mark.parametrize(("flags", "named"), [(flags, named) for flags, *named in BAD_FLAGS])
-def test_bad_flags_are_refused(
-    capsys: pytest.CaptureFixture, tmp_path: Path, flags: list[str], named: list[str]
-) -> None:
+def test_bad_flags_are_refused(capsys, tmp_path, flags, named):
     check_refused(capsys, ["/no/such/model", "no-such-input", str(tmp_path / "output"), *flags], named)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("source", "output", "flags", "named"), [(a, b, c, named) for a, b, c, *named in BAD_STREAMS])
-def test_what_needs_a_file_is_refused_for_a_stream(
-    capsys: pytest.CaptureFixture, source: str, output: str, flags: list[str], named: list[str]
-) -> None:
+def test_what_needs_a_file_is_refused_for_a_stream(capsys, source, output, flags, named):
     check_refused(capsys, ["/no/such/model", source, output, *flags], named)
 
 

@@ -9,7 +9,7 @@
 
 Modules that import torch are imported by `load`.
 
-Tests: tests/batch/test_speech.py, tests/batch/test_long_recordings.py
+Tests: tests/batch/test_recordings.py, tests/batch/test_sounds.py
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from cli_language_models import save_whisper
-from cli_models import save_bart, save_gpt2, save_t5, sentences
+from cli_loop import command, write_lines
+from cli_models import save_bart, save_gpt2, save_llama, save_t5, sentences
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -17,10 +17,8 @@ from fastgen.batch import planner
 from fastgen.batch.planner import key_value_bytes, total_memory
 from fastgen.batch.task import task_for
 from fastgen.cli.transformers.args import parse_arguments
-from fastgen.cli.transformers.command import main
 
 CPU = torch.device("cpu")
-SPEECH = ("--task", "automatic-speech-recognition")
 
 
 def chosen(folder: Path, *flags: object) -> tuple[int | None, int | None]:
@@ -44,7 +42,7 @@ def test_a_small_model_has_the_batches_that_gain(bart, flags, inputs, tokens):
     assert chosen(bart, *flags) == (inputs, tokens)
 
 
-def test_memory_limits_batches_and_what_is_free_in_it_does_not_count(bart, monkeypatch):
+def test_memory_limits_batches_whatever_is_free_in_it(bart, monkeypatch):
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(bart)
     weights = 4 * sum(weight.numel() for weight in model.parameters())
     token = 2 * 16 * 4  # one layer of keys and values
@@ -59,27 +57,20 @@ def test_memory_limits_batches_and_what_is_free_in_it_does_not_count(bart, monke
         assert chosen(bart, "--beam", 4) == (inputs, tokens)
 
 
-def test_a_run_that_goes_on_has_the_batches_of_the_first_on_any_machine(tmp_path, bart, monkeypatch, capsys):
-    (tmp_path / "in").write_text("".join(line + "\n" for line in sentences(9)))
-    command = [str(bart), str(tmp_path / "in"), str(tmp_path / "out"), "--resume"]
-    assert main(command) == 0
+def test_a_run_is_resumed_with_its_batches_on_any_machine(tmp_path, bart, monkeypatch, capsys):
+    arguments = (bart, write_lines(tmp_path / "in", sentences(300, longest=3)), tmp_path / "out", "--resume")
+    assert command(*arguments) == 0
+    said = "batches, chosen for MODEL and this machine: --bs 256 --batch_tokens 16384"
+    assert said in capsys.readouterr().err.splitlines()
     monkeypatch.setattr(planner, "total_memory", lambda device: 1_000_000)
-    assert main(command) == main([*command, "--bs", "256", "--batch_tokens", "16384"]) == 0
-    capsys.readouterr()
-    assert main([*command, "--bs", "9"]) == 2
+    assert command(*arguments) == command(*arguments, "--bs", 256, "--batch_tokens", 16384) == 0
+    assert "batches, chosen" not in capsys.readouterr().err
+    assert command(*arguments, "--bs", 9) == 2
     assert "--bs was 256, is 9" in capsys.readouterr().err
 
 
-def test_sounds_have_no_tokens(tmp_path):
-    assert chosen(save_whisper(tmp_path / "whisper"), *SPEECH) == (8, None)
-
-
-def save_llama(folder: Path) -> Path:
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+def test_sounds_have_no_tokens(whisper):
+    assert chosen(whisper, "--task", "automatic-speech-recognition") == (8, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -118,13 +109,3 @@ def test_a_container_has_the_memory_that_it_is_given(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "sysconf")
     monkeypatch.setattr(planner, "LIMITS_OF_CONTAINERS", ())
     assert total_memory(CPU) == 8 << 30
-
-
-def test_the_summary_says_what_was_chosen(tmp_path, bart, capsys):
-    (tmp_path / "in").write_text("".join(line + "\n" for line in sentences(300, longest=3)))
-    said = "batches, chosen for MODEL and this machine: --bs 256 --batch_tokens 16384"
-    assert main([str(bart), str(tmp_path / "in"), str(tmp_path / "default")]) == 0
-    assert said in capsys.readouterr().err.splitlines()
-    assert main([str(bart), str(tmp_path / "in"), str(tmp_path / "few"), "--bs", "8"]) == 0
-    assert "batches, chosen" not in capsys.readouterr().err
-    assert (tmp_path / "default").read_text() == (tmp_path / "few").read_text()

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from cli_loop import write_lines
 from python_process import REPOSITORY, run_python
 
 from fastgen.batch.errors import InputError
@@ -112,7 +113,7 @@ def test_chunks_are_limited_by_lines_and_by_bytes(tmp_path):
     assert sum(map(len, chunks)) == 100 and max(map(len, chunks)) <= READ_BLOCK // 5000 + 1
 
 
-def test_lines_of_a_slow_stream_are_handed_on_when_they_come_and_no_more_are_waited_for(tmp_path):
+def test_lines_of_a_slow_stream_are_handed_on_when_they_come(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     writer = os.open(tmp_path / "pipe", os.O_RDWR)
     try:
@@ -167,7 +168,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
     assert is_stream("/dev/null") and is_stream("-")
 
 
-def test_references_are_text_and_a_bad_one_is_named_by_its_line(tmp_path):
+def test_a_bad_reference_is_named_by_its_line(tmp_path):
     path = tmp_path / "references"
     path.write_bytes("\ufeffeins\r\nzwei \n\u2028\n\nfünf".encode())
     assert read_references("--reference_path", str(path)) == ["eins", "zwei ", "\u2028", "", "fünf"]
@@ -192,37 +193,22 @@ def test_references_can_be_a_field_of_records(tmp_path):
             read_references("INPUT", str(path), "a.b")
 
 
-@pytest.mark.parametrize("data", CONTENTS, ids=range(len(CONTENTS)))
-def test_a_compressed_file_has_the_lines_of_its_content(tmp_path, data):
-    plain, packed = tmp_path / "in", tmp_path / "in.gz"
-    plain.write_bytes(data)
-    half = len(data) // 2
-    packed.write_bytes(gzip.compress(data[:half]) + gzip.compress(data[half:]))  # gzip allows several members
-    assert read_all(packed) == read_all(plain)
-    assert survey(str(packed)) == survey(str(plain))
-
-
-@pytest.mark.parametrize("end", ["xz", "bz2"])
-def test_other_compressions_and_urls_are_read_as_well(tmp_path, end):
+@pytest.mark.parametrize(("end", "module", "kind"), [("gz", gzip, "gzip"), ("xz", lzma, "xz"), ("bz2", bz2, "bz2")])
+def test_compressed_files_and_urls_have_the_lines_of_their_content(tmp_path, end, module, kind):
     plain, packed = tmp_path / "in", tmp_path / f"in.{end}"
-    plain.write_bytes(CONTENTS[-1])
-    packed.write_bytes({"xz": lzma, "bz2": bz2}[end].compress(CONTENTS[-1]))
-    assert survey(str(packed)) == survey(str(plain)) == survey(f"file://{packed}")
-    assert read_all(packed) == read_all(plain)
-    packed.write_bytes(packed.read_bytes()[:-9])
-    with pytest.raises(InputError, match=f"{packed}: is no {end} file, or only a part of one"):
-        survey(str(packed))
+    for data in CONTENTS:
+        plain.write_bytes(data)
+        half = len(data) // 2
+        packed.write_bytes(module.compress(data[:half]) + module.compress(data[half:]))  # several members are allowed
+        assert survey(str(packed)) == survey(str(plain)) == survey(f"file://{packed}")
+        assert read_all(packed) == read_all(plain)
+    whole = module.compress(random.Random(0).randbytes(100_000))
+    for data in (b"plain text\n", whole[:-9], whole[:5000] + b"x" * 5000 + whole[10_000:]):
+        packed.write_bytes(data)
+        with pytest.raises(InputError, match=f"{packed}: is no {kind} file, or only a part of one [(][A-Z]"):
+            survey(str(packed))
     with pytest.raises(InputError, match=r"INPUT nothing://at\.all: "):
         survey("nothing://at.all")
-
-
-def test_a_file_that_is_no_whole_gzip_is_named(tmp_path):
-    path = tmp_path / "in.gz"
-    whole = gzip.compress(random.Random(0).randbytes(100_000))
-    for data in (b"plain text\n", whole[:-9], whole[:5000] + b"x" * 5000 + whole[10_000:]):
-        path.write_bytes(data)
-        with pytest.raises(InputError, match=f"{path}: is no gzip file, or only a part of one [(][A-Z]"):
-            survey(str(path))
 
 
 READ_STDIN = r"""
@@ -238,20 +224,13 @@ def read():
 """
 
 
-def test_standard_input_is_read_and_process_substitution_too(tmp_path):
-    (tmp_path / "read.py").write_text(READ_STDIN + "read()\n")
-    code = "from fastgen.batch.files import *\nimport sys\npath = sys.argv[1]\n"
-    code += "assert is_stream(path)\nprint(*(line.raw for chunk in read_chunks(path) for line in chunk), sep=chr(10))\n"
-    (tmp_path / "path.py").write_text(code)
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    for command in (f"printf 'a\\nb' | {sys.executable} read.py", f"{sys.executable} path.py <(printf 'a\\nb')"):
-        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.stdout == "b'a'\nb'b'\n", done.stderr
-    done = subprocess.run(["sh", "-c", f"{sys.executable} read.py <&-"], cwd=tmp_path, env=environment, stderr=-1)
+def test_a_closed_standard_input_is_named():
+    call = ["sh", "-c", f"{sys.executable} -c '{READ_STDIN}read()' <&-"]
+    done = subprocess.run(call, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True)
     assert b"INPUT -: standard input is closed" in done.stderr
 
 
-def test_a_program_ends_while_a_thread_still_waits_for_standard_input():
+def test_a_program_ends_while_a_thread_waits_for_standard_input():
     code = READ_STDIN + "threading.Thread(target=read, daemon=True).start()\ncame.wait()\ntime.sleep(0.5)\n"
     run = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -284,14 +263,13 @@ def test_a_pipe_that_is_set_to_non_blocking_is_waited_for():
         assert run.stdout.read() == b"b'one'\n"
 
 
-def test_files_are_checked_without_loading_torch(tmp_path):
-    (tmp_path / "in").write_text("one\n")
+def test_files_are_checked_and_runs_signed_without_torch(tmp_path, bart):
     code = (
         "import sys\nfrom fastgen.cli.transformers.args import parse_arguments\n"
-        "from fastgen.batch.run import check_files\n"
+        "from fastgen.batch.run import check_files\nfrom fastgen.batch.signature import signature\n"
         "import fastgen.batch.journal\n"
-        "args = parse_arguments(['model', sys.argv[1], sys.argv[1] + '.out'])\ncheck_files(args)\n"
+        "args = parse_arguments([sys.argv[1], sys.argv[2], sys.argv[2] + '.out'])\nsignature(args, check_files(args))\n"
         "assert 'torch' not in sys.modules and 'fsspec' not in sys.modules\n"
     )
-    done = run_python("-c", code, str(tmp_path / "in"))
+    done = run_python("-c", code, str(bart), str(write_lines(tmp_path / "in", ["one"])))
     assert done.returncode == 0, done.stderr

@@ -7,14 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_loop import generate, plain_loop
+from cli_loop import command, generate, interrupted_after, plain_loop, write_lines
 from cli_models import WORDS, sentences
 
 import fastgen
 from fastgen.batch.files import Line
 from fastgen.batch.planner import LEAST_HEAD, Item, Planner, common_head
-from fastgen.batch.task import Task
-from fastgen.cli.transformers.command import main
 from fastgen.optimizer.transformers import prefixes
 
 pytestmark = pytest.mark.usefixtures("share_always")
@@ -113,30 +111,18 @@ def test_sampling_keeps_the_order_of_input_and_its_heads(tmp_path, gpt2, filled)
     assert generate(tmp_path, gpt2, LINES, *flags, "--without_fastgen_opt") == found
 
 
-@pytest.mark.parametrize("lines", (LINES, MIXED), ids=("one beginning", "two beginnings"))
-@pytest.mark.parametrize("sampling", ((), ("--do_sample", "--seed", "3")), ids=("beams", "samples"))
-@pytest.mark.parametrize("batches", (1, 2, 4))
-def test_a_run_that_goes_on_writes_the_same_to_the_last_bit_of_a_score(
-    tmp_path, gpt2, monkeypatch, lines, sampling, batches
-):
-    """Whatever was kept when it was interrupted."""
-    (tmp_path / "in").write_text("".join(f"{line}\n" for line in lines))
-    flags = ["--causal_lm", "--bs", "4", "--beam", "2", "--max_new_tokens", "6", "--output_format", "jsonl", *sampling]
-    assert main([str(gpt2), str(tmp_path / "in"), str(tmp_path / "whole"), *flags]) == 0
-    real, calls = Task.generate, []
-
-    def until(self: Task, batch: Any) -> Any:
-        if len(calls) == batches:
-            raise KeyboardInterrupt
-        calls.append(batch)
-        return real(self, batch)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Task, "generate", until)
-        assert main([str(gpt2), str(tmp_path / "in"), str(tmp_path / "out"), *flags]) == 130
-    assert main([str(gpt2), str(tmp_path / "in"), str(tmp_path / "out"), *flags, "--resume"]) == 0
-    assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()
-    assert b'"score": ' in (tmp_path / "out").read_bytes()
+@pytest.mark.parametrize(
+    ("lines", "sampling", "batches"),
+    [(LINES, (), 1), (LINES, (), 4), (MIXED, (), 2), (MIXED, ("--do_sample", "--seed", "3"), 2)],
+)
+def test_resumed_scores_are_equal_whatever_head_was_kept(tmp_path, gpt2, lines, sampling, batches):
+    source, whole, output = write_lines(tmp_path / "in", lines), tmp_path / "whole", tmp_path / "out"
+    flags = ("--causal_lm", "--bs", 4, "--beam", 2, "--max_new_tokens", 6, "--output_format", "jsonl", *sampling)
+    assert command(gpt2, source, whole, *flags) == 0
+    with interrupted_after(batches):
+        assert command(gpt2, source, output, *flags) == 130
+    assert command(gpt2, source, output, *flags, "--resume") == 0
+    assert output.read_bytes() == whole.read_bytes() and b'"score": ' in whole.read_bytes()
 
 
 def test_weights_that_change_between_two_lists_are_seen(gpt2, filled):

@@ -13,7 +13,8 @@ from typing import IO, ClassVar
 import fsspec
 import pytest
 import transformers
-from cli_models import save_gpt2
+from cli_journal import job
+from cli_loop import command, write_lines
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 from python_process import REPOSITORY, run_code, run_python
@@ -23,7 +24,6 @@ from fastgen.batch.errors import InputError
 from fastgen.batch.files import check_writable, opened, write_whole
 from fastgen.batch.journal import Entry, Journal
 from fastgen.cli.transformers.args import as_flag
-from fastgen.cli.transformers.command import main
 
 SIGNATURE = {"--beam": 4, "--do_sample": False, "INPUT's content": "sha256:" + "0" * 64}
 
@@ -71,7 +71,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_output_appears_in_order_when_complete_and_nothing_else_stays(tmp_path):
+def test_output_appears_in_order_and_nothing_else_stays(tmp_path):
     journal = begin(tmp_path / "out")
     journal.write([entry(3), entry(1)])
     assert names(tmp_path) == ["out.part", "out.part.lock"]
@@ -84,7 +84,7 @@ def test_output_appears_in_order_when_complete_and_nothing_else_stays(tmp_path):
     assert (made["signature"], made["records"], made["failures"]) == (SIGNATURE, 3, 1)
 
 
-def test_what_was_written_is_known_and_a_run_without_records_leaves_nothing(tmp_path):
+def test_what_was_written_is_known_and_no_records_leave_nothing(tmp_path):
     left(tmp_path / "out", [4, 1], [2], failed=2)
     journal = begin(tmp_path / "out", resume=True)
     assert (journal.records, journal.failures) == (3, 1)
@@ -97,7 +97,7 @@ def test_what_was_written_is_known_and_a_run_without_records_leaves_nothing(tmp_
     assert names(tmp_path) == ["out", "out.run.json"]
 
 
-def test_an_output_that_is_there_is_replaced_only_by_a_complete_one_and_where_that_is_asked_for(tmp_path):
+def test_an_output_is_replaced_when_complete_and_asked_for(tmp_path):
     (tmp_path / "out").write_text("mine")
     for resume in (False, True):
         with pytest.raises(InputError, match=r"OUTPUT .*out already exists .*--overwrite"):
@@ -148,7 +148,7 @@ def test_a_complete_output_is_known_until_something_changes(tmp_path):
 
 
 @pytest.mark.parametrize("end", ["gz", "xz"])
-def test_a_compressed_output_has_the_same_bytes_for_the_same_records(tmp_path, end):
+def test_compressed_outputs_of_equal_records_are_equal(tmp_path, end):
     left(tmp_path / f"out.{end}", [2])
     complete(tmp_path / f"out.{end}", 3, resume=True)
     complete(tmp_path / f"other.{end}", 3)
@@ -157,7 +157,7 @@ def test_a_compressed_output_has_the_same_bytes_for_the_same_records(tmp_path, e
     assert {"gz": gzip, "xz": lzma}[end].decompress(written) == text(3)
 
 
-def test_a_compressor_may_close_the_file_and_have_write_only(tmp_path, monkeypatch):
+def test_a_compressor_may_have_write_and_close_only(tmp_path, monkeypatch):
     class AsZstandardDoes:
         def __init__(self, file: IO[bytes], mode: str) -> None:
             self.file, self.write, self.close = file, file.write, file.close
@@ -174,7 +174,7 @@ def test_a_compressor_may_close_the_file_and_have_write_only(tmp_path, monkeypat
     assert (tmp_path / "out.zst").read_bytes() == text(3)
 
 
-def test_what_reads_and_writes_a_file_is_asked_for_before_anything_runs(monkeypatch):
+def test_missing_packages_for_files_are_named_before_anything_runs(monkeypatch):
     monkeypatch.setattr("fastgen.batch.errors.find_spec", lambda name: None)
     needs = r"out\.zst needs the package zstandard: pip install zstandard$"
     with pytest.raises(InputError, match=rf"^OUTPUT {needs}"):
@@ -222,7 +222,7 @@ def test_a_part_that_is_none_of_this_version_is_never_overwritten(tmp_path, made
     assert "\n" not in str(error.value) and names(tmp_path) == ["out.part"]
 
 
-def test_every_difference_is_named_and_the_journal_stays_as_it_is(tmp_path):
+def test_every_difference_is_named_and_the_journal_stays(tmp_path):
     part = left(tmp_path / "out", [1])
     before = part.read_bytes()
     now = {"--beam": 5, "--do_sample": True, "--prefix": "to: ", "INPUT's content": "sha256:" + "1" * 64}
@@ -311,91 +311,16 @@ def test_an_output_that_cannot_be_written_is_found_beforehand(tmp_path):
         write_whole(tmp_path / "there", b"")
 
 
-# Ends the process before the K-th line of these modules is run, for every K, and then completes the job.
-JOB = """
-import os, random, shutil, sys
-from pathlib import Path
-from fastgen.batch import files, journal
-from fastgen.batch.config import BatchConfig
-from fastgen.batch.journal import Entry, Journal
-
-def job(path, total, longest=40):
-    output = Journal(BatchConfig("model", "in", str(path), resume=True))
-    try:
-        if output.check({"--total": total}):
-            return
-        output.begin({"--total": total})
-        for first in range(1, total + 1, 3):
-            batch = range(first, min(first + 3, total + 1))
-            if all(output.entry(number) for number in batch):
-                continue
-            assert not any(output.entry(number) for number in batch)  # a batch is there or not
-            draw = random.Random(first)
-            records = [f"{number} {draw.random()} {'x' * draw.randint(0, longest)}" + chr(10) for number in batch]
-            output.write([Entry(n, 1, None, False, record.encode()) for n, record in zip(batch, records)])
-        output.complete()
-        output.leave()
-    except BaseException:
-        output.leave()
-        raise
-"""
-CRASHES = (
-    JOB
-    + """
-FILES = [files.__file__, journal.__file__]
-
-def in_child(action):
-    if (child := os.fork()) == 0:
-        try:
-            action()
-        except BaseException as error:
-            print(f"{type(error).__name__}: {error}", flush=True)
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-def crash_at(line):
-    left = line
-    def trace(frame, event, argument):
-        nonlocal left
-        if frame.f_code.co_filename not in FILES:
-            return None
-        if event == "line":
-            left -= 1
-            if left == 0:
-                os._exit(9)
-        return trace
-    sys.settrace(trace)
-    job(output, 7)
-
-folder = Path(sys.argv[1])
-job(folder / "whole", 7)
-whole = (folder / "whole").read_bytes()
-output = folder / "work" / "out"
-line, status = 0, 9
-while status == 9:
-    line += 1
-    shutil.rmtree(output.parent, ignore_errors=True)
-    output.parent.mkdir()
-    status = in_child(lambda: crash_at(line))
-    assert in_child(lambda: job(output, 7)) == 0, line
-    assert output.read_bytes() == whole, line
-    assert {"out", "out.run.json"} <= set(os.listdir(output.parent)), (line, os.listdir(output.parent))
-    assert not {"out.part", "out.part.new"} & set(os.listdir(output.parent)), (line, os.listdir(output.parent))
-assert status == 0
-print(line - 1)
-"""
-)
-
-
-def test_killed_before_any_line_of_these_modules_a_run_can_be_resumed(tmp_path):
-    done = run_python("-c", CRASHES, str(tmp_path))
+def test_killed_before_any_line_a_run_can_be_resumed(tmp_path):
+    done = run_python(str(REPOSITORY / "tests/helpers/cli_journal.py"), str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(done.stdout) > 100
 
 
-def test_a_journal_that_another_run_writes_is_refused_until_that_run_is_killed(tmp_path):
-    code = JOB + (
+def test_a_journal_that_another_run_writes_is_refused(tmp_path):
+    """Until that run is killed."""
+    code = (
+        "import sys\nfrom fastgen.batch.config import BatchConfig\nfrom fastgen.batch.journal import Entry, Journal\n"
         f"output = Journal(BatchConfig('model', 'in', {str(tmp_path / 'out')!r}))\noutput.begin({SIGNATURE!r})\n"
         "output.write([Entry(1, 1, None, False, b'one' + bytes([10]))])\nprint('ready', flush=True)\nsys.stdin.read()\n"
     )
@@ -411,19 +336,20 @@ def test_a_journal_that_another_run_writes_is_refused_until_that_run_is_killed(t
 
 
 @pytest.mark.parametrize("limit", [3000, 20_000])
-def test_a_full_disk_keeps_whole_batches_and_more_room_completes_them(tmp_path, limit):
+def test_a_full_disk_keeps_batches_and_more_room_completes_them(tmp_path, limit):
     """A limit on the size of files ends a write in its middle, as a full disk does."""
-    job = f"job({str(tmp_path / 'out')!r}, 90, 200)"
-    code = JOB + (
-        "import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    code = (
+        "import resource, signal\nfrom cli_journal import job\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
-        f"try:\n    {job}\nexcept OSError as error:\n    print(error.errno, error.filename, error.strerror)\n"
+        f"try:\n    job({str(tmp_path / 'out')!r}, 90, 200)\n"
+        "except OSError as error:\n    print(error.errno, error.filename, error.strerror)\n"
     )
-    said = run_code(code)
+    said = run_code(code, path=REPOSITORY / "tests/helpers")
     if limit == 3000:
         assert said == f"{errno.EFBIG} {tmp_path / 'out.part'} File too large\n"
         assert names(tmp_path) == ["out.part"]
-    run_code(JOB + job + f"\njob({str(tmp_path / 'whole')!r}, 90, 200)")
+    for name in ("out", "whole"):
+        job(tmp_path / name, 90, 200)
     assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
@@ -459,25 +385,20 @@ class FailingUploads(MemoryFileSystem):
         super().put_file(lpath, rpath, **options)
 
 
-def test_an_upload_that_fails_keeps_the_journal_and_is_made_again(tmp_path, monkeypatch, capsys):
+def test_an_upload_that_fails_keeps_the_journal_and_is_repeated(tmp_path, gpt2, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     fsspec.register_implementation("failing", FailingUploads, clobber=True)
-    model, url = save_gpt2(tmp_path / "gpt2"), "failing://bucket/out.txt"
-    (tmp_path / "in").write_text("word1 word2\nword3\n")
-    command = [str(model), "in", url, "--causal_lm", "--quiet"]
-    assert main(command) == 1
+    write_lines(Path("in"), ["word1 word2", "word3"])
+    url, flags = "failing://bucket/out.txt", ("--causal_lm", "--quiet")
+    assert command(gpt2, "in", url, *flags) == 1
     *_, left, error = capsys.readouterr().err.splitlines()
     assert left.endswith("2 lines are complete in out.txt.part; the same run with --resume resumes after them")
     assert error.endswith("OUTPUT failing://bucket/out.txt: the upload failed (RuntimeError: the bucket is gone)")
     files = fsspec.filesystem("failing")
-    assert (tmp_path / "out.txt.part").exists() and not files.exists(url)
-
-    def never(self: object, **inputs: object) -> None:
-        raise AssertionError("it was generated already")
-
+    assert Path("out.txt.part").exists() and not files.exists(url)
     with monkeypatch.context() as patched:
-        patched.setattr(transformers.GPT2LMHeadModel, "generate", never)
-        assert main([*command, "--resume"]) == 0
-    assert main([*command[:2], "local.txt", *command[3:]]) == 0
-    assert files.cat(url) == (tmp_path / "local.txt").read_bytes()
-    assert FailingUploads.uploads == 2 and not (tmp_path / "out.txt.part").exists()
+        patched.setattr(transformers.GPT2LMHeadModel, "generate", lambda *_, **__: pytest.fail("it was generated"))
+        assert command(gpt2, "in", url, *flags, "--resume") == 0
+    assert command(gpt2, "in", "local.txt", *flags) == 0
+    assert files.cat(url) == Path("local.txt").read_bytes()
+    assert FailingUploads.uploads == 2 and not Path("out.txt.part").exists()

@@ -1,6 +1,5 @@
 """Scores of fastgen-generate-for-transformers are those of rouge-score and sacrebleu."""
 
-import builtins
 import gzip
 import json
 import sys
@@ -8,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import sacrebleu
+from cli_loop import command, write_lines
 from cli_models import sentences
 from rouge_score.rouge_scorer import RougeScorer
 
 from fastgen.batch import metrics
-from fastgen.cli.transformers.command import main
 
 LINES = sentences(5)
 
@@ -40,83 +39,58 @@ def test_scores_are_those_of_the_libraries():
 
 
 def test_scores_are_printed_and_written(tmp_path, bart, capsys):
-    source, reference, output, saved = (tmp_path / name for name in ("input", "reference", "output", "scores.json"))
-    source.write_text("\n".join([LINES[0], "", *LINES[1:]]))
-    assert main([str(bart), str(source), str(output), "--beam", "2"]) == 0
+    source, output, saved = write_lines(tmp_path / "in", [LINES[0], "", *LINES[1:]]), tmp_path / "out", tmp_path / "s"
+    assert command(bart, source, output, "--beam", 2) == 0
     generated = output.read_text().splitlines()
     # A reference for each line: one is met, and the line that is empty on both sides does not count.
     references = [generated[0], "", *LINES[1:]]
-    reference.write_text("\n".join(references) + "\n")
+    reference = write_lines(tmp_path / "reference", references)
     capsys.readouterr()
-    flags = ["--beam", "2", "--reference_path", str(reference), "--score_path", str(saved), "--overwrite"]
-    assert main([str(bart), str(source), str(output), *flags]) == 0
+    flags = ("--beam", 2, "--reference_path", reference, "--score_path", saved, "--overwrite")
+    assert command(bart, source, output, *flags) == 0
     assert json.loads(saved.read_text()) == metrics.score(generated, references)
     assert json.loads(saved.read_text())["exact_match"] == pytest.approx(1 / 5)
     printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     corpus = ["bleu", "bleu_signature", "chrf", "chrf_signature"]
     assert list(printed) == ["rouge1", "rouge2", "rougeL", *corpus, "exact_match", "lines"]
     assert (printed["exact_match"], printed["lines"]) == ("0.2000", "5")
-
     # The first of several outputs counts, its score does not; and only as many lines as were asked for.
-    several = ["--num_return_sequences", "2", "--join_outputs", "--output_sequence_scores", "--n_obs", "3"]
-    assert main([str(bart), str(source), str(output), *flags, *several]) == 0
+    several = ("--num_return_sequences", 2, "--join_outputs", "--output_sequence_scores", "--n_obs", 3)
+    assert command(bart, source, output, *flags, *several) == 0
     assert json.loads(saved.read_text()) == metrics.score(generated[:3], references[:3])
 
 
-def test_missing_packages_are_reported_before_anything_is_generated(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sacrebleu", None)
-    source, output = tmp_path / "input", tmp_path / "output"
-    source.write_text("word1\n")
-    assert main(["/no/such/model", str(source), str(output), "--reference_path", str(source)]) == 2
+def test_packages_are_needed_for_scores_only_and_missed_early(tmp_path, bart, capsys, monkeypatch):
+    for name in ("sacrebleu", "rouge_score"):
+        monkeypatch.setitem(sys.modules, name, None)
+    source, output = write_lines(tmp_path / "in", LINES[:1]), tmp_path / "out"
+    assert command("/no/such/model", source, output, "--reference_path", source) == 2
     assert "needs the package sacrebleu: pip install sacrebleu" in capsys.readouterr().err
     assert not output.exists()
-
-
-def test_packages_are_imported_only_for_scores(tmp_path, bart, monkeypatch):
-    plain_import = builtins.__import__
-
-    def without_metrics(name: str, *args: object, **kwargs: object) -> object:
-        assert name.split(".")[0] not in ("sacrebleu", "rouge_score")
-        return plain_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_metrics)
-    source = tmp_path / "input"
-    source.write_text(LINES[0])
-    assert main([str(bart), str(source), str(tmp_path / "output")]) == 0
+    assert command(bart, source, output) == 0
 
 
 def test_references_come_from_records_of_any_file(tmp_path, bart, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    records = [{"text": line, "good": {"answer": line}} for line in LINES]
-    Path("in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_lines(Path("in.jsonl"), [json.dumps({"text": line, "good": {"answer": line}}) for line in LINES])
     Path("references.jsonl.gz").write_bytes(gzip.compress(Path("in.jsonl").read_bytes()))
-    Path("references.txt").write_text("".join(f"{line}\n" for line in LINES))
-    flags = {
+    write_lines(Path("references.txt"), LINES)
+    sources = {
         "of_input": ("--reference_field", "good.answer"),
         "of_records": ("--reference_path", "references.jsonl.gz", "--reference_field", "text"),
         "of_text": ("--reference_path", "references.txt"),
     }
-    found = []
-    for name, references in flags.items():
-        command = [
-            str(bart),
-            "in.jsonl",
-            f"{name}.jsonl.gz",
-            *references,
-            "--score_path",
-            f"{name}.json",
-            "--n_obs",
-            "4",
-        ]
-        assert main(command) == 0
-        found.append(json.loads(Path(f"{name}.json").read_text()))
-    written = gzip.decompress(Path("of_text.jsonl.gz").read_bytes()).splitlines()
+    scores = []
+    for name, flags in sources.items():
+        assert command(bart, "in.jsonl", f"{name}.gz", *flags, "--score_path", f"{name}.json", "--n_obs", 4) == 0
+        scores.append(json.loads(Path(f"{name}.json").read_text()))
+    written = gzip.decompress(Path("of_text.gz").read_bytes()).splitlines()
     outputs = [json.loads(record)["outputs"][0]["text"] for record in written]
-    assert found == [metrics.score(outputs, LINES[:4])] * 3
+    assert scores == [metrics.score(outputs, LINES[:4])] * 3
     capsys.readouterr()
-    assert main([str(bart), "in.jsonl", "other.txt", "--reference_path", "references.jsonl.gz"]) == 2
+    assert command(bart, "in.jsonl", "other.txt", "--reference_path", "references.jsonl.gz") == 2
     assert "--reference_path references.jsonl.gz holds JSON records (needs --reference_field" in capsys.readouterr().err
-    Path("in.jsonl").write_text('{"text": "word1", "good": 1}\n{"text": "word1"}\n')
-    assert main([str(bart), "in.jsonl", "other.txt", "--reference_field", "good"]) == 2
+    write_lines(Path("in.jsonl"), ['{"text": "word1", "good": 1}', '{"text": "word1"}'])
+    assert command(bart, "in.jsonl", "other.txt", "--reference_field", "good") == 2
     assert 'INPUT in.jsonl: line 1 has a number in its field "good"' in capsys.readouterr().err
     assert not Path("other.txt").exists()

@@ -1,25 +1,24 @@
 """OpenAI's batch format: requests are recognised, what their bodies ask for is applied, responses have its form."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from cli_loop import plain_samples
-from cli_models import save_gpt2
+from cli_loop import command, plain_samples, write_lines
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import fastgen
-from fastgen.cli.transformers.command import main
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory):
-    folder = save_gpt2(tmp_path_factory.mktemp("gpt2"))
+def chat(gpt2, tmp_path_factory):
+    folder = shutil.copytree(gpt2, tmp_path_factory.mktemp("chat") / "gpt2")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
@@ -33,10 +32,9 @@ def request(name: str, words: str, **body: Any) -> dict[str, Any]:
 
 
 def run(chat: Path, folder: Path, requests: list[dict], *flags: str, status: int = 0) -> list[dict]:
-    (folder / "in.jsonl").write_text("".join(json.dumps(each) + "\n" for each in requests))
-    command = [str(chat), str(folder / "in.jsonl"), str(folder / "out.jsonl"), "--overwrite", *flags]
-    assert main(command) == status
-    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    source, output = write_lines(folder / "in.jsonl", list(map(json.dumps, requests))), folder / "out.jsonl"
+    assert command(chat, source, output, "--overwrite", *flags) == status
+    return [json.loads(line) for line in output.read_text().splitlines()]
 
 
 def plain(chat: Path, words: str, seed: int | None = None, **settings: Any) -> tuple[str, int, int]:
@@ -69,20 +67,14 @@ def test_requests_are_recognised_and_bodies_are_applied(chat, tmp_path, capsys):
         (plain_samples(chat, "user word7 ", [(5, 4, 0)], 5, temperature=0.7, top_p=0.9, top_k=50)[0], 2, 5),
     ]
     for name, response, (text, prompt, tokens) in zip("abcd", found, expected, strict=True):
-        assert response["custom_id"] == name and response["error"] is None
-        assert response["response"]["status_code"] == 200
+        assert (response["custom_id"], response["error"], response["response"]["status_code"]) == (name, None, 200)
         body = response["response"]["body"]
         assert (body["object"], body["model"]) == ("chat.completion", str(chat))
+        usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+        assert body["usage"] == usage
         (choice,) = body["choices"]
-        usage = body["usage"]
-        assert (
-            usage["prompt_tokens"] == (prompt or usage["prompt_tokens"])
-            and usage["total_tokens"] == prompt + usage["completion_tokens"]
-        )
-        assert choice["message"]["role"] == "assistant" and choice["finish_reason"] in ("stop", "length")
-        assert choice["message"]["content"] == text and usage["completion_tokens"] == (
-            tokens or usage["completion_tokens"]
-        )
+        assert choice["message"] == {"role": "assistant", "content": text}
+        assert choice["finish_reason"] in ("stop", "length")
     assert found[0]["response"]["body"]["choices"][0]["finish_reason"] == "length"
     assert "what bodies of requests have besides was not used: logprobs, user" in capsys.readouterr().err
 
@@ -223,8 +215,8 @@ def test_what_a_body_may_not_ask_for_is_named(chat, tmp_path):
         said = response["error"]["message"]
         assert message in said and "-" not in said and " inf" not in said
     several = [request("a", "word1"), request("b", "word1", n=2, temperature=1)]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(each) + "\n" for each in several))
-    assert main([str(chat), str(tmp_path / "in.jsonl"), str(tmp_path / "out.txt"), "--output_format", "text"]) == 1
+    source = write_lines(tmp_path / "in.jsonl", list(map(json.dumps, several)))
+    assert command(chat, source, tmp_path / "out.txt", "--output_format", "text") == 1
     assert (tmp_path / "out.txt").read_text() == plain(chat, "word1")[0] + "\n\n"
     found = run(chat, tmp_path, [several[0], several[0] | {"body": several[0]["body"] | {"n": 2}}], "--beam", "2")
     assert [len(record["outputs"]) for record in found] == [1, 2]
@@ -245,21 +237,20 @@ def test_a_bad_request_fails_alone(chat, tmp_path, capsys):
     assert 'line 2: custom_id "b": ' in capsys.readouterr().err
 
 
-def test_messages_without_chat_stop_at_the_first_and_name_the_flag(chat, tmp_path, capsys):
+def test_messages_without_chat_stop_at_the_first(chat, tmp_path, capsys):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    record = {"text": [{"role": "user", "content": "word1"}]}
-    source.write_text((json.dumps(record) + "\n") * 3000)
-    assert main([str(chat), str(source), str(output), "--causal_lm"]) == 2
+    write_lines(source, [json.dumps({"text": [{"role": "user", "content": "word1"}]})] * 3000)
+    assert command(chat, source, output, "--causal_lm") == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "line 1 has a list" in error and "--causal_lm --chat" in error
-    source.write_text('{"text": "word1", "meta": {"a": 1}}\n' * 3000)
-    assert main([str(chat), str(source), str(output), "--causal_lm", "--text_field", "meta"]) == 2
+    write_lines(source, ['{"text": "word1", "meta": {"a": 1}}'] * 3000)
+    assert command(chat, source, output, "--causal_lm", "--text_field", "meta") == 2
     assert 'has an object in its field "meta"' in capsys.readouterr().err
     assert not output.exists()
 
 
 def test_an_output_of_nothing_but_failures_is_not_put_in_place(chat, tmp_path, capsys):
-    (tmp_path / "in").write_text("word1 " * 70 + "\n\n" + "word2 " * 80 + "\n")
-    assert main([str(chat), str(tmp_path / "in"), str(tmp_path / "out"), "--causal_lm"]) == 1
+    source = write_lines(tmp_path / "in", ["word1 " * 70, "", "word2 " * 80])
+    assert command(chat, source, tmp_path / "out", "--causal_lm") == 1
     assert "every input failed (2), so no OUTPUT is written" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["in"]

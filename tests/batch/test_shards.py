@@ -3,19 +3,16 @@
 import gzip
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from cli_models import WORDS, save_gpt2, save_llama, sentences
+from cli_loop import command, interrupted_after, write_lines
+from cli_models import WORDS, save_llama, sentences
 
 from fastgen.batch.errors import InputError
-from fastgen.batch.journal import Journal
 from fastgen.batch.shards import of_launcher, output_of, place
 from fastgen.batch.task import Task
 from fastgen.cli.transformers.args import parse_arguments
-from fastgen.cli.transformers.command import main
 from fastgen.testing import configured
 
 # Two blocks of 64 lines and a part of one, with lines that need no model and lines that fail.
@@ -26,22 +23,23 @@ SAMPLING = ("--causal_lm", "--do_sample", "--seed", "3", "--max_new_tokens", "6"
 
 @pytest.fixture
 def source(tmp_path):
-    (tmp_path / "in.txt").write_text("".join(f"{line}\n" for line in LINES))
-    return tmp_path / "in.txt"
+    return write_lines(tmp_path / "in.txt", LINES)
 
 
 def run(model: Path, source: Path, output: Path, *flags: object) -> int:
-    return main([str(model), str(source), str(output), "--quiet", *map(str, flags)])
+    return command(model, source, output, "--quiet", *flags)
 
 
-@pytest.mark.parametrize("shards", [2, 3, 7])
+def run_shards(model: Path, source: Path, output: Path, shards: int, *flags: object) -> list[int]:
+    """The statuses of all shards of a run."""
+    each = [("--num_shards", shards, "--shard_id", shard) for shard in range(shards)]
+    return [run(model, source, output, *flags, *shard) for shard in each]
+
+
+@pytest.mark.parametrize("shards", [2, 7])
 def test_shards_write_what_one_run_writes(bart, source, tmp_path, shards):
     assert run(bart, source, tmp_path / "one", *FLAGS) == 1  # a line fails
-    statuses = [
-        run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", shards, "--shard_id", shard)
-        for shard in range(shards)
-    ]
-    assert sum(statuses) == 1  # in one of them
+    assert sum(run_shards(bart, source, tmp_path / "out", shards, *FLAGS)) == 1  # in one of them
     assert run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", shards, "--merge") == 1
     assert (tmp_path / "out").read_bytes() == (tmp_path / "one").read_bytes()
     made, one = (json.loads((tmp_path / f"{name}.run.json").read_bytes()) for name in ("out", "one"))
@@ -49,17 +47,16 @@ def test_shards_write_what_one_run_writes(bart, source, tmp_path, shards):
     assert made == one
 
 
-def test_samples_of_shards_are_those_of_one_run(source, tmp_path, capsys):
-    gpt2 = save_gpt2(tmp_path / "gpt2")
-    run(gpt2, source, tmp_path / "one.txt.gz", *SAMPLING)
-    for shard in range(3):
-        run(gpt2, source, tmp_path / "out.txt.gz", *SAMPLING, "--num_shards", 3, "--shard_id", shard)
+def test_samples_of_shards_are_those_of_one_run(gpt2, source, tmp_path, capsys):
+    one, output = tmp_path / "one.txt.gz", tmp_path / "out.txt.gz"
+    run(gpt2, source, one, *SAMPLING)
+    run_shards(gpt2, source, output, 3, *SAMPLING)
     assert len(gzip.decompress((tmp_path / "out-00001-of-00003.txt.gz").read_bytes()).splitlines()) == 46
-    run(gpt2, source, tmp_path / "out.txt.gz", *SAMPLING, "--num_shards", 3, "--merge")
-    assert (tmp_path / "out.txt.gz").read_bytes() == (tmp_path / "one.txt.gz").read_bytes()
+    run(gpt2, source, output, *SAMPLING, "--num_shards", 3, "--merge")
+    assert output.read_bytes() == one.read_bytes()
     # What was merged is known as what one run would have written.
     capsys.readouterr()
-    assert main([str(gpt2), str(source), str(tmp_path / "out.txt.gz"), *SAMPLING, "--resume"]) == 1
+    assert command(gpt2, source, output, *SAMPLING, "--resume") == 1
     assert "is complete: the same run has made it" in capsys.readouterr().err
 
 
@@ -79,46 +76,21 @@ def test_merge_names_shards_that_are_missing_and_those_that_differ(bart, source,
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("out.")) == []
 
 
-def test_a_shard_goes_on_where_it_was_ended(bart, source, tmp_path):
-    shard = (*FLAGS, "--num_shards", 2, "--shard_id", 0)
-    run(bart, source, tmp_path / "one", *shard)
-    whole = (tmp_path / "one-00000-of-00002").read_bytes()
-    run(bart, source, tmp_path / "out", *shard, "--overwrite")
-    name = tmp_path / "out-00000-of-00002"
-    assert name.read_bytes() == whole
-    name.unlink()
-    ended = "import os, fastgen.batch.journal as j\nwrite, left = j.Journal.write, iter(range(3))\n"
-    ended += "def some(self, entries):\n    next(left, None) is None and os._exit(9)\n    write(self, entries)\n"
-    ended += "j.Journal.write = some\nfrom fastgen.cli.transformers.command import main\nmain()"
-    call = [sys.executable, "-c", ended, str(bart), str(source), str(tmp_path / "out"), *map(str, shard)]
-    assert subprocess.run(call, capture_output=True).returncode == 9
-    assert name.with_name(f"{name.name}.part").exists()
-    assert run(bart, source, tmp_path / "out", *shard, "--resume") == 1  # a line fails
-    assert name.read_bytes() == whole
-
-
 def test_a_merge_that_is_complete_stays(bart, source, tmp_path, capsys):
-    for shard in range(2):
-        run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", 2, "--shard_id", shard)
-    merged = ("--num_shards", 2, "--merge")
-    assert run(bart, source, tmp_path / "out", *FLAGS, *merged) == 1  # a line fails
-    before = (tmp_path / "out").read_bytes()
-    assert run(bart, source, tmp_path / "out", *FLAGS, *merged) == 2
-    assert "already exists" in capsys.readouterr().err
-    assert main([str(bart), str(source), str(tmp_path / "out"), *FLAGS, *map(str, merged), "--resume"]) == 1
-    assert "out is complete" in capsys.readouterr().err
-    assert (tmp_path / "out").read_bytes() == before
-
-
-def test_scores_are_those_of_all_shards(bart, source, tmp_path, capsys):
+    output, merged = tmp_path / "out", (*FLAGS, "--num_shards", 2, "--merge")
     (tmp_path / "references").write_text("word1\n" * len(LINES))
     scored = ("--reference_path", tmp_path / "references")
     run(bart, source, tmp_path / "one", *FLAGS, *scored)
     scores = capsys.readouterr().out
-    for shard in range(2):
-        run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", 2, "--shard_id", shard)
-    run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", 2, "--merge", *scored)
-    assert scores.startswith("rouge1") and capsys.readouterr().out == scores
+    run_shards(bart, source, output, 2, *FLAGS)
+    assert run(bart, source, output, *merged, *scored) == 1  # a line fails
+    assert scores.startswith("rouge1") and capsys.readouterr().out == scores  # those of all shards
+    before = output.read_bytes()
+    assert run(bart, source, output, *merged) == 2
+    assert "already exists" in capsys.readouterr().err
+    assert command(bart, source, output, *merged, "--resume") == 1
+    assert "out is complete" in capsys.readouterr().err
+    assert output.read_bytes() == before
 
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
@@ -231,24 +203,15 @@ def test_a_shard_without_lines_loads_no_model(bart, source, tmp_path, monkeypatc
     assert run(bart, source, tmp_path / "none") == 0 and (tmp_path / "none").read_bytes() == b""
 
 
-def test_scores_of_shards_and_of_a_resumed_run_are_those_of_one(tmp_path, monkeypatch):
+def test_scores_of_shards_and_of_a_resumed_run_are_those_of_one(tmp_path):
     """To the last bit, where captured steps that batches before have left could be replayed sooner."""
-    llama, source, out = save_llama(tmp_path / "llama"), tmp_path / "in.txt", tmp_path / "out"
-    source.write_text("".join(f"{line}\n" for line in sentences(48, longest=9)))
+    llama, out = save_llama(tmp_path / "llama"), tmp_path / "out"
+    source = write_lines(tmp_path / "in.txt", sentences(48, longest=9))
     flags = ("--causal_lm", *FLAGS[:2], "--window", 4, "--beam", 3, "--max_new_tokens", 100, *FLAGS[4:])
     with configured(share="always"):
         run(llama, source, tmp_path / "one", *flags)
-        for shard in range(3):
-            run(llama, source, out, *flags, "--num_shards", 3, "--shard_id", shard)
+        with interrupted_after(2):
+            assert run(llama, source, out, *flags, "--num_shards", 3, "--shard_id", 0) == 130
+        assert run_shards(llama, source, out, 3, *flags, "--resume") == [0, 0, 0]
         assert run(llama, source, out, *flags, "--num_shards", 3, "--merge") == 0
         assert out.read_bytes() == (tmp_path / "one").read_bytes()
-        with monkeypatch.context() as patch:
-            write, left = Journal.write, iter(range(5))
-            patch.setattr(Journal, "write", lambda *args: write(*args) if next(left, None) is not None else interrupt())
-            assert run(llama, source, tmp_path / "resumed", *flags) == 130
-        assert run(llama, source, tmp_path / "resumed", *flags, "--resume") == 0
-    assert (tmp_path / "resumed").read_bytes() == (tmp_path / "one").read_bytes()
-
-
-def interrupt() -> None:
-    raise KeyboardInterrupt

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
-from cli_models import save_bart, save_gpt2, sentences
+from cli_models import sentences
 
 from fastgen.batch.config import BatchConfig
 from fastgen.batch.files import Line
@@ -25,9 +25,9 @@ TEXTS = sentences(20)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
+def tokenizer(bart):
     """Puts <s> and </s> around every text."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(save_bart(tmp_path_factory.mktemp("bart")))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(bart)
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
@@ -36,12 +36,17 @@ def tokenizer(tmp_path_factory):
 def prepare(tokenizer):
     """Prepares lines given as text or bytes, with plain text as the format where nothing else is said."""
 
-    def prepare_lines(lines: list[str | bytes], with_tokenizer: Any = None, **given: Any) -> list[Item]:
+    def prepare_lines(
+        lines: list[str | bytes],
+        with_tokenizer: Any = None,
+        max_tokenizer_length: int | None = None,
+        limit: tuple[int, str] | None = None,
+        **flags: Any,
+    ) -> list[Item]:
         raw = [line if isinstance(line, bytes) else line.encode() for line in lines]
         numbered = [Line(number, each) for number, each in enumerate(raw, start=1)]
-        lengths = {name: given.pop(name) for name in ("max_tokenizer_length", "limit") if name in given}
-        kind = ChatInput if given.get("chat") else TextInput
-        return kind(with_tokenizer or tokenizer, asked(**given), *limits(**lengths)).prepare(numbered)
+        kind = ChatInput if flags.get("chat") else TextInput
+        return kind(with_tokenizer or tokenizer, asked(**flags), max_tokenizer_length, limit).prepare(numbered)
 
     return prepare_lines
 
@@ -49,10 +54,6 @@ def prepare(tokenizer):
 def asked(jsonl: bool = False, **flags: Any) -> BatchConfig:
     formats = {"input_format": "jsonl" if jsonl else "text", "text_field": "text"}
     return BatchConfig("model", "in", "out", **formats | flags, named=as_flag)
-
-
-def limits(max_tokenizer_length: int | None = None, limit: tuple[int, str] | None = None) -> tuple:
-    return max_tokenizer_length, limit
 
 
 def are_empty(prepared: list[Item]) -> bool:
@@ -104,8 +105,8 @@ def test_nothing_is_generated_for_lines_without_text(prepare):
     assert are_empty(prepare(lines, jsonl=True, chat=True, system="word1"))
 
 
-def test_nothing_is_generated_for_text_without_tokens(prepare, tmp_path):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(save_gpt2(tmp_path))
+def test_nothing_is_generated_for_text_without_tokens(prepare, gpt2):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gpt2)
 
     def dropping(texts: list[str], **settings: Any) -> Any:
         return tokenizer([text.replace("\x00", "") for text in texts], **settings)
@@ -130,7 +131,8 @@ def test_nothing_is_generated_for_text_without_tokens(prepare, tmp_path):
         ('{"text": null}', 'has null in its field "text" (accepted: a string)'),
         ('{"text": false}', 'has true or false in its field "text" (accepted: a string)'),
         ('{"text": {}}', 'has an object in its field "text" (accepted: a string)'),
-        ('{"text": ["a"]}', 'has a list in its field "text" (accepted: a string)'),
+        ('{"text": ["a"]}', 'has a list in its field "text" (accepted: a string'),
+        ('{"text": [{"role": "user", "content": "a"}]}', "(accepted: a string; messages with --causal_lm --chat)"),
     ],
 )
 def test_bad_records_say_what_was_found(prepare, line, error):
@@ -150,64 +152,33 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("path", "word"),
-    [
-        ("article.title", 1),
-        ("article.parts.1", 3),
-        ("a.b", 4),  # its own name comes first
-        ("a.c.d.e", 6),
-        ("outputs.0.text", 7),
-    ],
-)
-def test_a_path_reaches_fields_inside_of_fields(prepare, path, word):
-    assert ids(prepare([json.dumps(NESTED)], jsonl=True, text_field=path)) == [[0, 4 + word, 2]]
-
-
-def test_an_empty_list_on_the_way_to_a_text_is_an_empty_text(prepare):
+def test_a_path_reaches_fields_inside_of_fields(prepare):
+    words = {"article.title": 1, "article.parts.1": 3, "a.b": 4, "a.c.d.e": 6, "outputs.0.text": 7}
+    for path, word in words.items():  # the name "a.b" comes before the field b of a
+        assert ids(prepare([json.dumps(NESTED)], jsonl=True, text_field=path)) == [[0, 4 + word, 2]]
     assert are_empty(prepare([json.dumps(NESTED)], jsonl=True, text_field="none.0.text"))
 
 
-@pytest.mark.parametrize(
-    ("path", "found"),
-    [
-        ("article.name", 'in "article": "title", "parts"'),
-        ("article.parts.2", 'in "article.parts": "0", "1"'),
-        ("article.title.first", 'in "article.title": none'),
-        ("outputs.-1.text", 'in "outputs": "0"'),
-        ("b.a", 'its fields: "article", "a.b", "a", "none", "outputs"'),
-    ],
-)
-def test_a_path_that_leads_nowhere_says_how_far_it_went(prepare, path, found):
-    (prepared,) = prepare([json.dumps(NESTED)], jsonl=True, text_field=path)
-    assert prepared.error == f'has no field "{path}" ({found})'
+def test_a_path_that_leads_nowhere_says_how_far_it_went(prepare):
+    paths = {
+        "article.name": 'in "article": "title", "parts"',
+        "article.parts.2": 'in "article.parts": "0", "1"',
+        "article.title.first": 'in "article.title": none',
+        "outputs.-1.text": 'in "outputs": "0"',
+        "b.a": 'its fields: "article", "a.b", "a", "none", "outputs"',
+    }
+    for path, reached in paths.items():
+        (item,) = prepare([json.dumps(NESTED)], jsonl=True, text_field=path)
+        assert item.error == f'has no field "{path}" ({reached})'
+    (item,) = prepare(records(["word1"], key="a"), jsonl=True, id_field="id")
+    assert item.error == 'has no field "id" (its fields: "text", "key")'
 
 
-def test_records_need_the_field_of_the_id(prepare):
-    lines = [*records(["word1"], id="a"), *records(["word1"], key="a")]
-    good, bad = prepare(lines, jsonl=True, id_field="id")
-    assert ids([good]) == [[0, 5, 2]]
-    assert bad.error == 'has no field "id" (its fields: "text", "key")'
-
-
-@pytest.mark.parametrize(
-    ("number", "error"),
-    [
-        ("-0.0", None),
-        ("9" * 4000, None),
-        ("9" * 5000, "is not JSON that can be read (Exceeds the limit (4300 digits)"),
-    ],
-)
-def test_numbers_that_python_does_not_hold_are_their_lines_errors(prepare, number, error):
-    good, found = prepare(['{"text": "word1"}', f'{{"text": "word1", "a": [{number}]}}'], jsonl=True)
-    assert ids([good]) == [[0, 5, 2]]
-    assert str(found.error).startswith(str(error)) and (found.arrays is None) == (error is not None)
-
-
-def test_text_that_is_not_utf8_is_its_lines_error(prepare):
-    good, bad = prepare(["word1", b"caf\xe9 word1"])
-    assert bad.error == "is not UTF-8 text (invalid continuation byte at byte 4)"
-    assert ids([good]) == [[0, 5, 2]]
+def test_numbers_too_long_for_python_are_their_lines_errors(prepare):
+    lines = [f'{{"text": "word1", "a": [{number}]}}' for number in ("-0.0", "9" * 4000, "9" * 5000)]
+    *good, bad = prepare(lines, jsonl=True)
+    assert ids(good) == [[0, 5, 2]] * 2
+    assert bad.error.startswith("is not JSON that can be read (Exceeds the limit (4300 digits)") and bad.arrays is None
 
 
 def test_only_the_line_fails_on_which_the_tokenizer_raises(prepare, tokenizer):
@@ -273,7 +244,7 @@ def test_a_long_text_is_cut_to_what_it_is_truncated_to_or_fails(prepare, tokeniz
     assert (len(expected) == 64) == (kind == "bytes" or " " in text.strip() or kind == "demo"), len(expected)
 
 
-def test_a_long_text_that_cannot_be_cut_fails_before_it_is_tokenized(prepare, tokenizer):
+def test_a_long_text_that_cannot_be_cut_is_never_tokenized(prepare, tokenizer):
     def never(texts: list[str], **settings: Any) -> Any:
         assert max(map(len, texts)) < LONG
         return tokenizer(texts, **settings)
@@ -282,7 +253,7 @@ def test_a_long_text_that_cannot_be_cut_fails_before_it_is_tokenized(prepare, to
     good, bad = prepare(["word1", long], never, limit=(60, "positions"))
     assert (ids([good]), bad.error) == ([[0, 5, 2]], f"{why} (--max_tokenizer_length N truncates to N tokens)")
     assert TextInput(tokenizer, asked()).characters == 1 << 20
-    assert TextInput(tokenizer, asked(), *limits(limit=(70_000, "positions"))).characters == 16 * 70_000
+    assert TextInput(tokenizer, asked(), None, (70_000, "positions")).characters == 16 * 70_000
     turns = [{"role": "user", "content": long[:LONG]}]
     [bad] = prepare(records([turns]), tokenizer, jsonl=True, chat=True, max_tokenizer_length=60)
     assert bad.error == why
@@ -291,27 +262,27 @@ def test_a_long_text_that_cannot_be_cut_fails_before_it_is_tokenized(prepare, to
     assert bad.error == why
 
 
-def test_a_line_that_is_cut_ends_before_a_character_and_a_record_must_be_whole(tokenizer):
-    plain, cut = asked(), limits(max_tokenizer_length=5)
-    most = TextInput(tokenizer, plain, *cut).line_bytes
+def test_a_cut_line_ends_before_a_character(tokenizer):
+    plain, cut = asked(), 5
+    most = TextInput(tokenizer, plain, cut).line_bytes
     raw = ("word1 ö " * SHORTEST_LONG_TEXT).encode()
     for size in range(most - 3, most + 1):
-        [found] = TextInput(tokenizer, plain, *cut).prepare([Line(1, raw[:size], cut=True)])
+        [found] = TextInput(tokenizer, plain, cut).prepare([Line(1, raw[:size], cut=True)])
         assert ids([found]) == [[0, 5, 3, 5, 2]]
     blank = Line(1, b" " * most, cut=True)
-    assert "has more than 262144 characters" in TextInput(tokenizer, plain, *cut).prepare([blank])[0].error
+    assert "has more than 262144 characters" in TextInput(tokenizer, plain, cut).prepare([blank])[0].error
     of_records = asked(jsonl=True)
     begins = b'{"text": "' + b"a" * TextInput(tokenizer, of_records).line_bytes
     [found] = TextInput(tokenizer, of_records).prepare([Line(1, begins, cut=True)])
     assert "the most that are read of a record" in found.error
 
 
-def test_a_tokenizer_is_settled_before_threads_share_it(tmp_path):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(save_bart(tmp_path))
+def test_a_tokenizer_is_settled_before_threads_share_it(bart):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(bart)
     tokenizer.backend_tokenizer.enable_truncation(3)
     TextInput(tokenizer, asked())
     assert tokenizer.backend_tokenizer.truncation is None
-    TextInput(tokenizer, asked(), *limits(max_tokenizer_length=4))
+    TextInput(tokenizer, asked(), 4)
     assert tokenizer.backend_tokenizer.truncation["max_length"] == 4
 
 
@@ -367,17 +338,3 @@ def test_a_conversation_is_never_cut_before_the_answer(prepare):
     assert long.error.startswith(
         "has 7 tokens, the limit is 6 (--max_tokenizer_length; a conversation is not truncated"
     )
-
-
-@pytest.mark.parametrize(
-    ("text", "chat", "error"),
-    [
-        ({"a": 1}, False, 'has an object in its field "text" (accepted: a string)'),
-        ([{"role": "user", "content": "word1"}], False, "(accepted: a string; messages with --causal_lm --chat)"),
-        (17, True, 'has a number in its field "text" (accepted: a string or a list of messages)'),
-    ],
-)
-def test_a_field_of_the_wrong_kind_is_its_lines_error(prepare, text, chat, error):
-    for place in (0, 1):
-        found = prepare(records([text, "word1"] if place == 0 else ["word1", text]), jsonl=True, chat=chat)
-        assert error in found[place].error and found[1 - place].error is None

@@ -1,10 +1,9 @@
-"""Recordings longer than Whisper hears through the command: text, segments and times are those of a plain call each."""
+"""Recordings through the command: text, segments and times are those of a plain call of Whisper for each."""
 
 from __future__ import annotations
 
 import json
 import sys
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import pytest
 import soundfile
 import torch
 import transformers
+from cli_loop import command, interrupted_after, write_lines
 
 import fastgen
 from fastgen.batch.pipeline import batch_seed
-from fastgen.cli.transformers.command import main
 
 SPEECH = ("--task", "automatic-speech-recognition")
 RATE = 16000
@@ -35,10 +34,10 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def command(whisper: Path, names: str, *flags: str, output: str = "out.jsonl", status: int = 0) -> list[Any]:
+def transcribe(whisper: Path, names: str, *flags: object, output: str = "out.jsonl", status: int = 0) -> list[Any]:
     """The records, or lines of text, that the command writes for these recordings."""
-    Path("in").write_text("".join(f"{name}.wav\n" for name in names))
-    assert main([str(whisper), "in", output, *SPEECH, *flags]) == status
+    write_lines(Path("in"), [f"{name}.wav" for name in names])
+    assert command(whisper, "in", output, *SPEECH, *flags) == status
     if status == 2 or not Path(output).exists():
         return []
     lines = Path(output).read_text().split("\n")[:-1]
@@ -78,25 +77,41 @@ def outputs_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("beams", [1, 3])
+def test_what_is_heard_at_once_has_the_text_of_a_plain_call(whisper, beams):
+    """And no score: if Whisper's generate is asked for scores, it returns only the last of its passes over a sound."""
+    model = transformers.AutoModelForSpeechSeq2Seq.from_pretrained(whisper)
+    processor = transformers.AutoProcessor.from_pretrained(whisper)
+    sounds = [soundfile.read(f"{name}.wav", dtype="float32")[0] for name in "bdg"]
+    features = processor(sounds, sampling_rate=RATE, return_tensors="pt").input_features
+    with fastgen.disabled():
+        sequences = model.generate(features, num_beams=beams, max_new_tokens=6)
+    texts = processor.batch_decode(sequences, skip_special_tokens=True)
+    assert len(set(texts)) > 1
+    flags = ("--beam", beams, "--max_new_tokens", 6, "--bs", 2)
+    outputs = outputs_of(transcribe(whisper, "bdg", *flags))
+    assert [output["text"] for output in outputs] == texts and all("score" not in output for output in outputs)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("window", [(), ("--window", "0")], ids=("sorted", "in order"))
-def test_each_recording_has_the_text_and_the_segments_of_a_call_of_its_own(whisper, beams, window):
-    flags = ("--beam", str(beams), "--bs", "4", *window)
-    records = command(whisper, "abcdefg", *flags)
+def test_each_recording_has_text_and_segments_of_its_own_call(whisper, beams, window):
+    flags = ("--beam", beams, "--bs", "4", *window)
+    records = transcribe(whisper, "abcdefg", *flags)
     assert [record["line"] for record in records] == [*range(1, 8)]
     expected = plain(whisper, "acef", num_beams=beams)
     assert len({output["text"] for output in expected}) == 4
     assert min(len(output["segments"]) for output in expected[:3]) > 1
     assert outputs_of([records[place] for place in (0, 2, 4, 5)]) == expected
     # What is heard at once is transcribed as without the long ones.
-    short = command(whisper, "bdg", *flags, output="short.jsonl")
-    assert outputs_of(short) == outputs_of([records[place] for place in (1, 3, 6)])
-    assert all("segments" not in output for output in outputs_of(short))
-    text = command(whisper, "abcdefg", *flags, output="out.txt")
+    short = outputs_of(transcribe(whisper, "bdg", *flags, output="short.jsonl"))
+    assert short == outputs_of([records[place] for place in (1, 3, 6)])
+    assert all("segments" not in output for output in short)
+    text = transcribe(whisper, "abcdefg", *flags, output="out.txt")
     assert text == [output["text"] for output in outputs_of(records)]
 
 
 def test_short_recordings_have_segments_where_timestamps_are_asked_for(whisper):
-    records = command(whisper, "bad", "--gen", "return_timestamps=true", "--bs", "4")
+    records = transcribe(whisper, "bad", "--gen", "return_timestamps=true", "--bs", "4")
     expected = plain(whisper, "bad")
     # The times of one window are told by its timestamps only.
     assert outputs_of(records) == expected
@@ -104,7 +119,7 @@ def test_short_recordings_have_segments_where_timestamps_are_asked_for(whisper):
 
 def test_segments_belong_to_one_of_several_outputs(whisper):
     flags = ("--beam", "4", "--num_return_sequences", "2")
-    records = command(whisper, "ae", *flags)
+    records = transcribe(whisper, "ae", *flags)
     assert [len(record["outputs"]) for record in records] == [2, 2]
     for output in outputs_of(records):
         assert "".join(segment["text"] for segment in output["segments"]) == output["text"]
@@ -113,7 +128,7 @@ def test_segments_belong_to_one_of_several_outputs(whisper):
 def test_settings_of_long_recordings(whisper, capsys):
     settings = FALLBACK | {"condition_on_prev_tokens": True}
     flags = [f"--gen={name}={json.dumps(value)}" for name, value in settings.items()]
-    records = command(whisper, "ace", *flags, "--beam", "3", "--seed", "3", "--bs", "1")
+    records = transcribe(whisper, "ace", *flags, "--beam", "3", "--seed", "3", "--bs", "1")
     expected = []
     for batch, name in enumerate("ace"):
         torch.manual_seed(batch_seed(3, batch))
@@ -126,37 +141,26 @@ def test_settings_of_long_recordings(whisper, capsys):
 def test_beams_whose_probabilities_decide(whisper):
     flags = ("--gen", "logprob_threshold=-1", "--gen", "no_speech_threshold=0.001", "--beam", "3", "--bs", "1")
     expected = plain(whisper, "ace", num_beams=3, logprob_threshold=-1, no_speech_threshold=0.001, temperature=0.0)
-    assert outputs_of(command(whisper, "ace", *flags, "--gen", "temperature=[0.0]")) == expected
+    assert outputs_of(transcribe(whisper, "ace", *flags, "--gen", "temperature=[0.0]")) == expected
 
 
 def test_recordings_in_which_no_speech_is_found_have_no_segments(whisper):
     flags = ("--gen", "logprob_threshold=0", "--gen", "no_speech_threshold=0", "--gen", "temperature=[0.0]")
-    records = command(whisper, "ae", *flags, "--beam", "3")
+    records = transcribe(whisper, "ae", *flags, "--beam", "3")
     assert outputs_of(records) == [{"text": "", "segments": [], "tokens": 0}] * 2
 
 
-def test_a_run_that_was_ended_goes_on(whisper, monkeypatch):
+def test_transcripts_are_resumed(whisper):
     flags = [f"--gen={name}={json.dumps(value)}" for name, value in FALLBACK.items()]
     flags += ["--seed", "5", "--bs", "1"]
-    expected = command(whisper, "acebc", *flags, output="whole.jsonl")
-    kind = transformers.WhisperForConditionalGeneration
-    generate, calls = kind.generate, []
-
-    @wraps(generate)  # the command looks for its arguments
-    def ends(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(None)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return generate(self, *args, **kwargs)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(kind, "generate", ends)
-        command(whisper, "acebc", *flags, status=130)
+    expected = transcribe(whisper, "acebc", *flags, output="whole.jsonl")
+    with interrupted_after(2):
+        transcribe(whisper, "acebc", *flags, status=130)
     assert Path("out.jsonl.part").read_text().count('"line') == 2
-    assert command(whisper, "acebc", *flags, "--resume") == expected
+    assert transcribe(whisper, "acebc", *flags, "--resume") == expected
 
 
-def test_a_batch_that_is_too_large_for_the_memory_is_halved(whisper, monkeypatch, capsys):
+def test_a_batch_of_recordings_is_halved_to_fit_the_memory(whisper, monkeypatch, capsys):
     kind = transformers.WhisperForConditionalGeneration
     generate, widths = kind.generate, []
 
@@ -168,7 +172,7 @@ def test_a_batch_that_is_too_large_for_the_memory_is_halved(whisper, monkeypatch
 
     with monkeypatch.context() as patched:
         patched.setattr(kind, "generate", with_little_memory)
-        records = command(whisper, "cae", "--bs", "4")
+        records = transcribe(whisper, "cae", "--bs", "4")
     assert outputs_of(records) == plain(whisper, "cae")
     assert widths == [731, 500, 310]  # not as wide as the longest of the batch
     assert "out of memory with 3 inputs of length 731" in capsys.readouterr().err
@@ -176,14 +180,14 @@ def test_a_batch_that_is_too_large_for_the_memory_is_halved(whisper, monkeypatch
 
 def test_recordings_that_cannot_be_read_fail_alone(whisper, capsys):
     Path("x.wav").write_text("no sound at all")
-    records = command(whisper, "axc", status=1)
+    records = transcribe(whisper, "axc", status=1)
     assert "line 2: x.wav: cannot be read (LibsndfileError" in capsys.readouterr().err
     assert [record.get("error", "")[:5] for record in records] == ["", "x.wav", ""]
     assert outputs_of(records) == plain(whisper, "ac")
 
 
-def test_a_recording_fails_by_name_where_it_would_have_to_be_cut(whisper, capsys):
-    records = command(whisper, "ab", "--gen", "return_timestamps=false", status=1)
+def test_a_recording_that_would_be_cut_fails_by_name(whisper, capsys):
+    records = transcribe(whisper, "ab", "--gen", "return_timestamps=false", status=1)
     assert records[0]["error"] == "a.wav: lasts 5 s, and MODEL hears 2 s (accepted: up to 2 s)"
     assert len(records[1]["outputs"]) == 1
 
@@ -200,23 +204,23 @@ def test_a_recording_fails_by_name_where_it_would_have_to_be_cut(whisper, capsys
     ],
 )
 def test_settings_that_cannot_be_used(whisper, capsys, settings, message):
-    command(whisper, "a", *(f"--gen={setting}" for setting in settings), status=2)
+    transcribe(whisper, "a", *(f"--gen={setting}" for setting in settings), status=2)
     assert message in capsys.readouterr().err
 
 
-def test_missing_package_of_word_error_rates_is_reported_before_anything_is_generated(whisper, monkeypatch, capsys):
+def test_a_missing_package_of_word_error_rates_is_named(whisper, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "jiwer", None)
-    command(whisper, "a", "--reference_path", "in", status=2)
+    transcribe(whisper, "a", "--reference_path", "in", status=2)
     assert "needs the package jiwer: pip install jiwer" in capsys.readouterr().err
 
 
 def test_word_error_rate(whisper):
-    records = command(whisper, "acb")
+    records = transcribe(whisper, "acb")
     texts = [output["text"] for output in outputs_of(records)]
     words = texts[0].split()
     references = [" ".join([*words[1:], "more", "words"]), texts[1], texts[2]]
     Path("references").write_text("".join(f"{line}\n" for line in references))
-    command(whisper, "acb", "--overwrite", "--reference_path", "references", "--score_path", "scores.json")
+    transcribe(whisper, "acb", "--overwrite", "--reference_path", "references", "--score_path", "scores.json")
     wrong = 3  # one word too many, two too few
     assert json.loads(Path("scores.json").read_text())["wer"] == pytest.approx(
         wrong / sum(len(line.split()) for line in references)

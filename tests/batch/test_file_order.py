@@ -166,7 +166,7 @@ def test_the_models_own_settings_and_those_of_a_file_count(models, tmp_path):
     assert load(models, "bart", [*flags, "--gen", "do_sample=false"])[1] == []
 
 
-def test_repetition_penalty_is_a_reason_exactly_where_it_changes_outputs(models, monkeypatch):
+def test_repetition_penalty_is_a_reason_if_it_changes_outputs(models, monkeypatch):
     flags = ["--causal_lm", "--repetition_penalty", "3", *LIKELY_END]
     loaded, reasons = load(models, "gpt2", flags)
     assert bool(reasons) == bool(differ(loaded))

@@ -194,7 +194,7 @@ def test_references_can_be_a_field_of_records(tmp_path):
 
 
 @pytest.mark.parametrize(("end", "module", "kind"), [("gz", gzip, "gzip"), ("xz", lzma, "xz"), ("bz2", bz2, "bz2")])
-def test_compressed_files_and_urls_have_the_lines_of_their_content(tmp_path, end, module, kind):
+def test_compressed_files_and_urls_have_their_contents_lines(tmp_path, end, module, kind):
     plain, packed = tmp_path / "in", tmp_path / f"in.{end}"
     for data in CONTENTS:
         plain.write_bytes(data)

@@ -98,7 +98,7 @@ def test_a_prefix_of_all_lines_is_kept(tmp_path, gpt2, filled):
     assert filled == [0, 40, 40, 40, 40]
 
 
-def test_two_beginnings_that_alternate_are_kept_one_after_the_other(tmp_path, gpt2, filled):
+def test_two_alternating_beginnings_are_kept_in_turn(tmp_path, gpt2, filled):
     expected = plain_loop(gpt2, MIXED, 6, causal_lm=True, max_new_tokens=6)
     assert generate(tmp_path, gpt2, MIXED, "--causal_lm", "--bs", 6, "--max_new_tokens", 6) == expected
     assert filled == [0, 40, 0, 40]

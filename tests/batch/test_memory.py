@@ -57,7 +57,7 @@ def numbers(parts: list[GeneratedBatch]) -> list[int]:
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("left", [False, True])
-def test_a_batch_is_halved_until_it_fits_and_the_size_is_remembered(error, left):
+def test_a_batch_is_halved_to_fit_and_the_size_is_remembered(error, left):
     machine, said = SmallMachine(30, error, left), []
     generate = SplitOnOOM(machine, said.append, seed=None)
     parts = generate(batch_of(machine, [10, 10, 9, 8, 5, 5, 4, 4]))
@@ -79,7 +79,7 @@ def test_batches_that_fit_keep_their_cut_whatever_did_not():
     assert [len(part.items) for part in generate(batch_of(machine, [5] * 6))] == [6]
 
 
-def test_a_part_has_the_samples_of_its_place_whether_it_was_tried_whole_before_or_not():
+def test_a_part_of_a_batch_has_the_samples_of_its_place():
     """So a run that goes on, which does not know yet what is too large, draws what the first one drew."""
     lengths, drawn = [10] * 8, []
     for before in (True, False):
@@ -93,7 +93,7 @@ def test_a_part_has_the_samples_of_its_place_whether_it_was_tried_whole_before_o
     assert len({batch_seed(seed, batch, start) for seed in range(4) for batch in range(4) for start in range(4)}) == 64
 
 
-def test_an_input_that_does_not_fit_alone_fails_and_the_others_are_generated():
+def test_only_an_input_that_does_not_fit_alone_fails():
     machine = SmallMachine(30)
     batch = batch_of(machine, [50, 10, 10])
     assert numbers(SplitOnOOM(machine, lambda said: None, None)(batch)) == [2, 3]
@@ -106,7 +106,7 @@ def test_a_batch_without_items_needs_no_model():
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_a_batch_is_halved_until_the_line_that_raises_stands_alone(left):
+def test_a_batch_is_halved_until_what_raises_stands_alone(left):
     class Poisoned(SmallMachine):
         def generate(self, batch: Batch) -> GeneratedBatch:
             sizes.append(len(batch.items))

@@ -1,7 +1,6 @@
 """OpenAI's batch format: requests are recognised, what their bodies ask for is applied, responses have its form."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 import transformers
 from cli_loop import command, plain_samples, write_lines
+from cli_models import copy_with_template
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import fastgen
@@ -18,11 +18,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor 
 
 @pytest.fixture(scope="module")
 def chat(gpt2, tmp_path_factory):
-    folder = shutil.copytree(gpt2, tmp_path_factory.mktemp("chat") / "gpt2")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return folder
+    return copy_with_template(gpt2, tmp_path_factory.mktemp("chat"), TEMPLATE)
 
 
 def request(name: str, words: str, **body: Any) -> dict[str, Any]:

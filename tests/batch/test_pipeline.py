@@ -90,7 +90,7 @@ def test_equal_inputs_are_generated_once(tmp_path, bart, shapes, capsys):
     assert len(set(samples)) > 1
 
 
-def test_jsonl_holds_the_fields_the_outputs_their_scores_and_lengths(tmp_path, bart):
+def test_jsonl_holds_fields_outputs_scores_and_lengths(tmp_path, bart):
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(bart)
     tokenizer = transformers.AutoTokenizer.from_pretrained(bart)
     records = [{"id": f"a{n}", "article": line, "date": {"year": n}} for n, line in enumerate(LINES[:10])]

@@ -86,7 +86,7 @@ def test_lines_without_text_wait_to_the_end_of_their_window():
     assert (lengths_of(third), third.number) == ([5], 12)
 
 
-def test_what_an_earlier_run_has_written_leaves_the_other_batches_as_they_are():
+def test_what_is_written_leaves_other_batches_as_they_are():
     lengths = [3, 0, 9, 4, 4, 0, 1, 8, 2, 2]
     for window in (0, 4):
         whole = list(plan(lengths, 2, None, window))

@@ -110,7 +110,7 @@ def test_each_recording_has_text_and_segments_of_its_own_call(whisper, beams, wi
     assert text == [output["text"] for output in outputs_of(records)]
 
 
-def test_short_recordings_have_segments_where_timestamps_are_asked_for(whisper):
+def test_short_recordings_have_segments_if_asked_for(whisper):
     records = transcribe(whisper, "bad", "--gen", "return_timestamps=true", "--bs", "4")
     expected = plain(whisper, "bad")
     # The times of one window are told by its timestamps only.

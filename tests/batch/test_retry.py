@@ -68,10 +68,8 @@ def test_flags_that_make_lines_fail_may_differ(run, tmp_path, capsys):
     after = (tmp_path / "out.txt").read_bytes().split(b"\n")
     failed = [number for number, line in enumerate(LINES) if line == TOO_LONG]
     assert [n for n, (old, new) in enumerate(zip(before, after, strict=True)) if old != new] == failed
-    assert (
-        "flags differ from those of the run that made OUTPUT: --truncation was not given, is given"
-        in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "flags differ from those of the run that made OUTPUT: --truncation was not given, is given" in said
     written = made(tmp_path / "out.txt")
     assert (written["failures"], written["failed"], written["signature"]["--truncation"]) == (0, {}, False)
     assert written["retries"] == [{"lines": 2, "changes": ["--truncation was not given, is given"]}]
@@ -89,8 +87,7 @@ def test_a_retry_that_is_killed_is_resumed(run, tmp_path, monkeypatch, moment):
     before = (tmp_path / "out.jsonl").read_bytes()
     run("whole.jsonl", "--retry_failed")
     whole = (tmp_path / "whole.jsonl").read_bytes()
-    replace, journal_write = os.replace, files.write_all
-    writes = 0
+    replace, journal_write, writes = os.replace, files.write_all, iter(range(2))
 
     def replacing(source, target):
         if Path(target).name == "out.jsonl":
@@ -100,9 +97,7 @@ def test_a_retry_that_is_killed_is_resumed(run, tmp_path, monkeypatch, moment):
         replace(source, target)
 
     def writing(descriptor, data):
-        nonlocal writes
-        writes += 1
-        if writes > 2:
+        if next(writes, None) is None:
             raise OSError("killed")
         journal_write(descriptor, data)
 
@@ -123,40 +118,37 @@ def test_a_retry_that_is_killed_is_resumed(run, tmp_path, monkeypatch, moment):
 
 
 def test_shards_and_what_is_merged_are_retried(run, tmp_path, monkeypatch):
-    run("whole.txt", "--seed", "0")
+    shards = [("--num_shards", 2, "--shard_id", shard) for shard in range(2)]
+    run("whole.txt", "--seed", 0)
     with monkeypatch.context() as tired:
         failing_for(tired, "word7")
-        run("tired.txt", "--seed", "0")
-        for shard in ("0", "1"):
-            run("out.txt", "--num_shards", "2", "--shard_id", shard)
-    run("out.txt", "--num_shards", "2", "--merge")
+        run("tired.txt", "--seed", 0)
+        for shard in shards:
+            run("out.txt", *shard)
+    run("out.txt", "--num_shards", 2, "--merge")
     assert made(tmp_path / "out.txt") == made(tmp_path / "tired.txt")
     assert run("out.txt", "--retry_failed") == 1
-    for shard in ("0", "1"):
-        run("out.txt", "--num_shards", "2", "--shard_id", shard, "--retry_failed")
-    for shard in ("0", "1"):
-        os.rename(tmp_path / f"out-0000{shard}-of-00002.txt", tmp_path / f"again-0000{shard}-of-00002.txt")
-        name = f"-0000{shard}-of-00002.txt.run.json"
-        os.rename(tmp_path / f"out{name}", tmp_path / f"again{name}")
-    assert run("again.txt", "--num_shards", "2", "--merge") == 1
     whole = (tmp_path / "whole.txt").read_bytes()
-    assert (tmp_path / "out.txt").read_bytes() == whole == (tmp_path / "again.txt").read_bytes()
+    assert (tmp_path / "out.txt").read_bytes() == whole
+    for shard in shards:
+        run("out.txt", *shard, "--retry_failed")
+    assert run("out.txt", "--num_shards", 2, "--merge", "--overwrite") == 1
+    assert (tmp_path / "out.txt").read_bytes() == whole
 
 
-@pytest.mark.parametrize(
-    ("output", "flags", "message"),
-    [
-        ("none.txt", (), "none.txt is not complete (accepted: --resume completes it)"),
-        ("begun.txt", (), "begun.txt is not complete (accepted: --resume completes it)"),
-        ("out.txt", ("--overwrite",), "--retry_failed and --overwrite contradict each other"),
-        ("out.txt", ("--merge", "--num_shards", "2"), "--retry_failed and --merge contradict each other"),
-        ("foreign.txt", (), "was changed since its run"),
-        ("changed.txt", (), "was changed since its run"),
-        ("out.txt", ("--n_obs", "3"), "was made differently: --n_obs was not given, is 3"),
-        ("out.txt", ("--output_format", "jsonl"), 'was made differently: --output_format was "text", is "jsonl"'),
-    ],
-)
-def test_what_cannot_be_retried_is_said_in_one_line(run, tmp_path, capsys, output, flags, message):
+REFUSED = [
+    ("none.txt", (), "none.txt is not complete (accepted: --resume completes it)"),
+    ("begun.txt", (), "begun.txt is not complete (accepted: --resume completes it)"),
+    ("out.txt", ("--overwrite",), "--retry_failed and --overwrite contradict each other"),
+    ("out.txt", ("--merge", "--num_shards", "2"), "--retry_failed and --merge contradict each other"),
+    ("foreign.txt", (), "was changed since its run"),
+    ("changed.txt", (), "was changed since its run"),
+    ("out.txt", ("--n_obs", "3"), "was made differently: --n_obs was not given, is 3"),
+    ("out.txt", ("--output_format", "jsonl"), 'was made differently: --output_format was "text", is "jsonl"'),
+]
+
+
+def test_what_cannot_be_retried_is_said_in_one_line(run, tmp_path, capsys):
     for name in ("out.txt", "changed.txt"):
         run(name)
     (tmp_path / "begun.txt.part").write_text("")
@@ -164,6 +156,10 @@ def test_what_cannot_be_retried_is_said_in_one_line(run, tmp_path, capsys, outpu
     with (tmp_path / "changed.txt").open("a") as file:
         file.write("\n")
     capsys.readouterr()
-    assert run(output, "--retry_failed", *flags) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
+    for output, flags, message in REFUSED:
+        assert run(output, "--retry_failed", *flags) == 2
+        said = capsys.readouterr().err
+        assert message in said and said.count("\n") == 1
+    write_lines(tmp_path / "in.txt", ["word1"])
+    assert run("out.txt", "--retry_failed") == 2
+    assert "was made differently: INPUT's content changed" in capsys.readouterr().err

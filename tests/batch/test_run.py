@@ -66,7 +66,7 @@ def test_n_obs_takes_the_first_lines(tmp_path, bart):
     assert generate(tmp_path, bart, LINES, "--bs", 3, "--n-obs", -1) == expected
 
 
-def test_task_settings_of_the_model_apply_when_asked_for_and_flags_win(tmp_path, t5, capsys):
+def test_task_settings_apply_when_asked_for_and_flags_win(tmp_path, t5, capsys):
     prefixed = [f"word1 word2 {line}" for line in LINES]
     assert generate(tmp_path, t5, LINES) == plain_loop(t5, LINES, 8)
     note = "note: MODEL has no settings for a run without --task (it has: summarization)"

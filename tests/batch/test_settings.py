@@ -8,7 +8,8 @@ import pytest
 import torch
 import transformers
 from cli_language_models import save_m2m100, save_mbart, save_mbart50, save_nllb, save_whisper
-from cli_models import POSITIONS, save_bart, save_gpt2, sentences
+from cli_loop import command, write_lines
+from cli_models import POSITIONS, copy_with_template, save_bart, save_gpt2, sentences
 
 import fastgen
 from fastgen.batch import errors
@@ -17,7 +18,6 @@ from fastgen.batch.errors import InputError
 from fastgen.batch.model import Loaded, input_limit, lengths_of_inputs
 from fastgen.batch.task import task_for
 from fastgen.cli.transformers.args import parse_arguments
-from fastgen.cli.transformers.command import main
 
 SPEECH = ("--task", "automatic-speech-recognition")
 SAVE = {
@@ -61,7 +61,7 @@ def refused(models: Path, model: str, *flags: object) -> str:
     return str(error.value)
 
 
-def test_gen_reaches_generate_and_wins_over_the_model_and_the_file(models, tmp_path):
+def test_gen_reaches_generate_and_wins_over_model_and_file(models, tmp_path):
     file = tmp_path / "settings.json"
     file.write_text(json.dumps({"num_beams": 3, "length_penalty": 0.5}))
     flags = ("--generation_config", file, "--gen", "num_beams=2", "--gen", "renormalize_logits=true")
@@ -104,7 +104,7 @@ def test_an_unknown_key_of_a_file_is_a_note(models, tmp_path):
         (("--output_sequence_scores", "--beam", 2), True),
     ],
 )
-def test_scores_are_asked_for_where_beams_have_them_and_somebody_reads_them(models, flags, scores):
+def test_scores_are_asked_for_where_somebody_reads_them(models, flags, scores):
     settings = load(models, "bart", *flags).settings
     assert (settings.get("output_scores"), settings.get("return_dict_in_generate")) == (
         (True, True) if scores else (None, None)
@@ -165,20 +165,13 @@ def test_speech_models_come_with_a_feature_extractor(models):
     assert load(models, "bart").feature_extractor is None
 
 
-@pytest.mark.parametrize(
-    ("flags", "dtype"),
-    [
-        ((), torch.bfloat16),
-        (("--dtype", "auto"), torch.bfloat16),
-        (("--dtype", "float32"), torch.float32),
-        (("--bf16",), torch.bfloat16),
-        (("--fp16",), torch.float16),
-    ],
-)
-def test_dtype_of_the_weights(tmp_path, flags, dtype):
-    folder = save_bart(tmp_path / "bart")
-    transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
-    assert load(folder.parent, folder.name, *flags).model.dtype == dtype
+def test_dtype_of_the_weights(bart, tmp_path):
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(bart, dtype=torch.bfloat16)
+    model.save_pretrained(shutil.copytree(bart, tmp_path / "bart"))
+    for flags in ((), ("--dtype", "auto"), ("--bf16",)):
+        assert load(tmp_path, "bart", *flags).model.dtype == torch.bfloat16
+    assert load(tmp_path, "bart", "--dtype", "float32").model.dtype == torch.float32
+    assert load(tmp_path, "bart", "--fp16").model.dtype == torch.float16
 
 
 def test_attn_implementation_is_the_librarys(models):
@@ -188,43 +181,23 @@ def test_attn_implementation_is_the_librarys(models):
 
 
 @pytest.mark.parametrize(("memory", "places"), [("20KB", {"cpu", "disk"}), ("6KB", {"disk"})])
-def test_device_map_auto_puts_what_does_not_fit_on_disk(memory, places, models, tmp_path, monkeypatch, capsys):
+def test_device_map_auto_puts_what_does_not_fit_on_disk(memory, places, gpt2, tmp_path, monkeypatch, capsys):
     """With the records of a run without it."""
     pytest.importorskip("accelerate")
-    source = tmp_path / "in.txt"
-    source.write_text("".join(f"{line}\n" for line in sentences(9)))
-    command = [str(models / "gpt2"), str(source), "{}", "--causal_lm", "--bs", "4", "--beam", "4"]
-    assert main([each.format(tmp_path / "whole.txt") for each in command]) == 0, capsys.readouterr().err
+    source, flags = write_lines(tmp_path / "in.txt", sentences(9)), ("--causal_lm", "--bs", 4, "--beam", 4)
+    assert command(gpt2, source, tmp_path / "whole", *flags) == 0, capsys.readouterr().err
     kind, maps = transformers.AutoModelForCausalLM, []
     from_pretrained = kind.from_pretrained
 
     def little_memory(*args: object, **options: object) -> object:
-        found = from_pretrained(*args, **options, max_memory={"cpu": memory}, offload_folder=tmp_path / "weights")
-        maps.append(found[0].hf_device_map)
-        return found
+        loaded = from_pretrained(*args, **options, max_memory={"cpu": memory}, offload_folder=tmp_path / "weights")
+        maps.append(loaded[0].hf_device_map)
+        return loaded
 
     monkeypatch.setattr(kind, "from_pretrained", little_memory)
-    flags = ["--device_map", "auto"]
-    assert main([each.format(tmp_path / "parts.txt") for each in command] + flags) == 0, capsys.readouterr().err
+    assert command(gpt2, source, tmp_path / "parts", *flags, "--device_map", "auto") == 0, capsys.readouterr().err
     assert places == set(maps[0].values())
-    assert (tmp_path / "parts.txt").read_text() == (tmp_path / "whole.txt").read_text()
-
-
-@pytest.mark.parametrize(
-    ("model", "flags", "limit"),
-    [
-        ("bart", (), (POSITIONS, "positions")),
-        ("bart", ("--max_new_tokens", 60), (POSITIONS, "positions")),
-        ("gpt2", ("--causal_lm",), (POSITIONS - 6, "6 for generated tokens")),
-        ("gpt2", ("--causal_lm", "--max_new_tokens", 20), (POSITIONS - 20, "20 for generated tokens")),
-        ("gpt2", ("--causal_lm", "--max_gen_length", 20), (19, "--max_gen_length 20")),
-        ("gpt2", ("--causal_lm", "--gen", "max_length=20"), (19, "max_gen_length 20")),
-    ],
-)
-def test_input_limit_says_what_sets_it(models, model, flags, limit):
-    number, why = input_limit(load(models, model, *flags))
-    assert number == limit[0]
-    assert limit[1] in why
+    assert (tmp_path / "parts").read_text() == (tmp_path / "whole").read_text()
 
 
 def test_the_tokenizers_own_limit_counts(models, tmp_path):
@@ -242,6 +215,10 @@ def test_the_tokenizers_own_limit_counts(models, tmp_path):
         ("bart", ("--truncation", "--max_tokenizer_length", 9), 9, (POSITIONS, "positions")),
         ("bart", ("--no_truncation",), None, (POSITIONS, "positions")),
         ("bart", ("--no_truncation", "--max_tokenizer_length", 9), None, (9, "--max_tokenizer_length")),
+        ("bart", ("--max_new_tokens", 60), None, (POSITIONS, "positions")),
+        ("gpt2", ("--causal_lm", "--max_new_tokens", 20), None, (POSITIONS - 20, "20 for generated tokens")),
+        ("gpt2", ("--causal_lm", "--max_gen_length", 20), None, (19, "--max_gen_length 20")),
+        ("gpt2", ("--causal_lm", "--gen", "max_length=20"), None, (19, "max_gen_length 20")),
         ("gpt2", ("--causal_lm", "--truncation"), POSITIONS - 6, (POSITIONS - 6, "6 for generated tokens")),
         ("gpt2", ("--causal_lm", "--truncation", "--max_tokenizer_length", 60), POSITIONS - 6, (POSITIONS - 6, "")),
     ],
@@ -252,7 +229,7 @@ def test_inputs_are_truncated_only_where_that_is_asked_for(models, model, flags,
     assert limit[1] in why
 
 
-def test_flags_of_fastseq_for_what_is_done_in_any_case_are_taken(models, capsys):
+def test_flags_of_fastseq_that_change_nothing_are_taken(models, capsys):
     flags = ("--padding", "max_length", "--return_tensors=pt", "--no-truncation", "--output-summaries-only")
     assert load(models, "bart", *flags).settings == load(models, "bart").settings
     notes = [f"note: --{name} changes nothing" for name in ("padding", "return_tensors", "output_summaries_only")]
@@ -333,21 +310,14 @@ def test_bad_files_of_settings_are_refused(models, tmp_path, content, named):
     assert "--generation_config" in message and named in message
 
 
-TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
-
-
-def test_a_chat_template_is_tried_before_anything_is_read(models, tmp_path):
-    folder = save_gpt2(tmp_path / "gpt2")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    load(tmp_path, "gpt2", *CHAT, "--system", "word1")
-    tokenizer.chat_template = (
-        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
-    )
-    tokenizer.save_pretrained(folder)
-    load(tmp_path, "gpt2", *CHAT)
-    message = refused(tmp_path, "gpt2", *CHAT, "--system", "word1")
+def test_a_chat_template_is_tried_before_anything_is_read(gpt2, tmp_path):
+    template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    copy_with_template(gpt2, tmp_path / "any", template)
+    load(tmp_path, "any", *CHAT, "--system", "word1")
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    copy_with_template(gpt2, tmp_path / "users", refusal + template)
+    load(tmp_path, "users", *CHAT)
+    message = refused(tmp_path, "users", *CHAT, "--system", "word1")
     assert "--system word1" in message and "no system" in message
 
 
@@ -356,7 +326,7 @@ def test_models_that_label_sound_do_not_generate(tmp_path):
     assert "cannot generate with --task" in refused(tmp_path, "wav2vec2", *SPEECH)
 
 
-def test_missing_packages_for_audio_are_named_before_the_model_is_looked_for(monkeypatch):
+def test_missing_packages_for_audio_are_named_first(monkeypatch):
     monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "soxr" else object())
     message = refused(Path("/no"), "such/model", *SPEECH)
     assert "needs the package soxr: pip install soxr" in message and "soundfile" not in message

@@ -60,7 +60,7 @@ def test_samples_of_shards_are_those_of_one_run(gpt2, source, tmp_path, capsys):
     assert "is complete: the same run has made it" in capsys.readouterr().err
 
 
-def test_merge_names_shards_that_are_missing_and_those_that_differ(bart, source, tmp_path, capsys):
+def test_merge_names_shards_that_are_missing_or_differ(bart, source, tmp_path, capsys):
     for shard in (0, 2):
         run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", 4, "--shard_id", shard)
     (tmp_path / "out-00002-of-00004").write_text("changed\n")

@@ -92,7 +92,7 @@ def test_a_change_of_the_model_is_named_by_its_file(bart, tmp_path, monkeypatch,
     assert "MODEL's tokenizer.json changed" in changes(before, sign(tmp_path / "tokenizer"))
 
 
-def test_a_model_of_the_hub_counts_by_its_commit_once_that_is_known():
+def test_a_model_of_the_hub_counts_by_its_known_commit():
     early = sign("facebook/bart-base")
     one, other = (with_commit(early, SimpleNamespace(_commit_hash=each)) for each in ("a1", "b2"))
     assert changes(one, early) == [] == changes(one, dict(one))

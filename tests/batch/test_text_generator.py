@@ -8,14 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import transformers
-from cli_loop import plain_loop
-from cli_models import WORDS, save_gpt2, sentences
+from cli_loop import command, plain_loop, write_lines
+from cli_models import WORDS, sentences
 from python_process import run_code
 
 import fastgen
 from fastgen.batch.errors import InputError
 from fastgen.batch.generator import _chunks
-from fastgen.cli.transformers.command import main
 
 LINES = sentences(23)
 
@@ -32,12 +31,10 @@ def test_an_old_transformers_is_refused_by_its_version(monkeypatch):
 
 def test_a_list_gives_the_records_of_the_command_in_order(bart, tmp_path):
     lines = [*LINES, "", " ".join(WORDS * 2)]
-    (tmp_path / "in").write_text("".join(f"{line}\n" for line in lines))
-    command = [str(bart), str(tmp_path / "in"), str(tmp_path / "out.jsonl"), "--beam", "2", "--bs", "4"]
-    assert main(command) == 1
-    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    for record in written:
-        del record["line"]
+    source, output = write_lines(tmp_path / "in", lines), tmp_path / "out.jsonl"
+    assert command(bart, source, output, "--beam", 2, "--bs", 4) == 1
+    written = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [record.pop("line") for record in written] == [*range(1, len(lines) + 1)]
     generator = fastgen.TextGenerator(str(bart), num_beams=2, batch_size=4)
     records = generator(lines)
     assert "truncation=True truncates" in records[-1]["error"]  # as a setting is written here
@@ -52,12 +49,6 @@ def test_columns_come_back_with_the_outputs_beside_them(bart):
     found = generator(columns)
     assert list(found) == ["article", "id", "input_tokens", "outputs", "error"] and found["id"] == columns["id"]
     assert [outputs[0]["text"] for outputs in found["outputs"]] == plain_loop(bart, LINES[:5], 5)
-
-
-def test_halves_may_be_asked_for_by_either_flag(bart):
-    for flag in ({"bf16": True}, {"dtype": "bfloat16"}):
-        [record] = fastgen.TextGenerator(str(bart), **flag)(LINES[:1])
-        assert record["outputs"]
 
 
 def test_a_stream_is_generated_for_while_it_is_read(bart):
@@ -91,12 +82,11 @@ def test_a_stream_that_pauses_gets_its_records_before_it_goes_on(bart):
     assert texts(seen) == plain_loop(bart, LINES[:3], 1)
 
 
-def test_a_loaded_model_is_taken_with_its_tokenizer(tmp_path):
-    folder = save_gpt2(tmp_path / "gpt2")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+def test_a_loaded_model_is_taken_with_its_tokenizer(gpt2):
+    model = transformers.AutoModelForCausalLM.from_pretrained(gpt2)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gpt2)
     generator = fastgen.TextGenerator(model, tokenizer=tokenizer, causal_lm=True, bs=4, max_new_tokens=5)
-    assert texts(generator(LINES)) == plain_loop(folder, LINES, 4, causal_lm=True, max_new_tokens=5)
+    assert texts(generator(LINES)) == plain_loop(gpt2, LINES, 4, causal_lm=True, max_new_tokens=5)
     samples = fastgen.TextGenerator(model, tokenizer=tokenizer, causal_lm=True, do_sample=True, seed=3, bs=4)
     assert samples(LINES) == samples(LINES)
     with pytest.raises(InputError, match="tokenizer: is missing"):

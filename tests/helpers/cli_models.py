@@ -1,12 +1,14 @@
 """Tiny models with random weights and their tokenizers, as folders that from_pretrained can load."""
 
 import random
+import shutil
 from pathlib import Path
 
 import torch
 from parity import tiny
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
+    AutoTokenizer,
     BartConfig,
     BartForConditionalGeneration,
     GPT2Config,
@@ -64,6 +66,15 @@ def save_llama(folder: Path) -> Path:
     tokenizer = _tokenizer(pad_token="<pad>", ends_inputs=False)
     model = tiny("llama", vocab_size=len(tokenizer))
     return _save(folder, model, tokenizer, bos_token_id=0, pad_token_id=1, eos_token_id=[2, 5])
+
+
+def copy_with_template(model: Path, folder: Path, template: str) -> Path:
+    """A copy of a model whose tokenizer has a chat template."""
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def _tokenizer(pad_token: str | None, ends_inputs: bool) -> PreTrainedTokenizerFast:

@@ -211,7 +211,7 @@ def test_ctrl_c_leaves_the_records_of_a_stream_in_a_file(bart, tmp_path, expecte
     assert [path.name for path in tmp_path.iterdir()] == ["out.incomplete"]
 
 
-def test_an_interrupt_that_a_library_raises_has_the_signals_status(monkeypatch):
+def test_a_librarys_interrupt_has_the_signals_status(monkeypatch):
     def interrupted(args: object, stop: Stop) -> int:
         stop.status = 143
         raise KeyboardInterrupt

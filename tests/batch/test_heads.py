@@ -12,7 +12,7 @@ from cli_models import WORDS, sentences
 
 import fastgen
 from fastgen.batch.files import Line
-from fastgen.batch.planner import LEAST_HEAD, Item, Planner, common_head
+from fastgen.batch.planner import Item, Planner, common_head
 from fastgen.optimizer.transformers import prefixes
 
 pytestmark = pytest.mark.usefixtures("share_always")
@@ -104,13 +104,6 @@ def test_two_alternating_beginnings_are_kept_in_turn(tmp_path, gpt2, filled):
     assert filled == [0, 40, 0, 40]
 
 
-def test_sampling_keeps_the_order_of_input_and_its_heads(tmp_path, gpt2, filled):
-    flags = ("--causal_lm", "--do_sample", "--bs", 4, "--seed", 3, "--max_new_tokens", 6)
-    found = generate(tmp_path, gpt2, LINES, *flags)
-    assert filled[0] == 0 and set(filled[1:]) == {40}
-    assert generate(tmp_path, gpt2, LINES, *flags, "--without_fastgen_opt") == found
-
-
 @pytest.mark.parametrize(
     ("lines", "sampling", "batches"),
     [(LINES, (), 1), (LINES, (), 4), (MIXED, (), 2), (MIXED, ("--do_sample", "--seed", "3"), 2)],
@@ -137,10 +130,3 @@ def test_weights_that_change_between_two_lists_are_seen(gpt2, filled):
     del filled[:]
     assert second != first and generator(LINES) == second
     assert 0 not in filled
-
-
-def test_few_tokens_are_not_kept(tmp_path, gpt2, filled):
-    lines = [" ".join(line.split()[42 - LEAST_HEAD + 1 :]) for line in LINES]
-    expected = plain_loop(gpt2, lines, 5, causal_lm=True, max_new_tokens=6)
-    assert generate(tmp_path, gpt2, lines, "--causal_lm", "--bs", 5, "--max_new_tokens", 6) == expected
-    assert not any(filled)

@@ -19,6 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 from python_process import REPOSITORY, run_code, run_python
 
+from fastgen.batch import journal as module
 from fastgen.batch.config import BatchConfig
 from fastgen.batch.errors import InputError
 from fastgen.batch.files import check_writable, opened, write_whole
@@ -218,6 +219,16 @@ def test_a_part_of_another_version_is_never_overwritten(tmp_path, content):
     with pytest.raises(InputError, match=message) as error:
         begin(tmp_path / "out", resume=True)
     assert "\n" not in str(error.value) and names(tmp_path) == ["out.part"]
+
+
+def test_a_journal_of_another_version_is_refused_in_a_line(tmp_path, monkeypatch):
+    with monkeypatch.context() as earlier:
+        earlier.setattr(module, "VERSION", module.VERSION - 1)
+        part = left(tmp_path / "out", [1])
+    before = part.read_bytes()
+    with pytest.raises(InputError, match="was not written by this version") as error:
+        begin(tmp_path / "out", resume=True)
+    assert "\n" not in str(error.value) and part.read_bytes() == before
 
 
 def test_every_difference_is_named_and_the_journal_stays(tmp_path):

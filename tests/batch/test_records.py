@@ -7,13 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
-from cli_models import save_bart, save_gpt2, save_t5, sentences
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-import fastgen
 from fastgen.batch.config import BatchConfig
 from fastgen.batch.files import Line
 from fastgen.batch.planner import GeneratedBatch, Item
@@ -21,18 +18,12 @@ from fastgen.batch.records import ADDED_FIELDS, first_text, name_of, record_of
 from fastgen.batch.text import TextInput, TextOutput
 
 EOS, PAD = 2, 1
-SAVED = {"bart": save_bart, "t5": save_t5, "gpt2": save_gpt2}
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return {name: save(tmp_path_factory.mktemp(name)) for name, save in SAVED.items()}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folders):
+def tokenizer(bart):
     """word1 is token 5, word2 is token 6, …"""
-    return AutoTokenizer.from_pretrained(folders["bart"])
+    return AutoTokenizer.from_pretrained(bart)
 
 
 def asked(**flags: Any) -> BatchConfig:
@@ -85,68 +76,6 @@ def parsed(finished: Finished) -> list[dict[str, Any]]:
         assert record.endswith(b"\n")
         assert len(record.decode().splitlines()) == 1
     return [json.loads(record) for _, record in sorted(finished.records)]
-
-
-def count_in_a_loop(row: list[int], pad_token_id: int) -> int:
-    """Generated tokens, token by token: up to the first EOS, or to the padding at the end."""
-    if EOS in row:
-        return row.index(EOS) + 1
-    while row and row[-1] == pad_token_id:
-        row = row[:-1]
-    return len(row)
-
-
-@pytest.mark.parametrize("name", SAVED)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"num_beams": 3, "num_return_sequences": 2, "output_scores": True},
-        {"do_sample": True, "temperature": 5.0, "num_return_sequences": 3, "max_new_tokens": 30},
-        {"num_beams": 1, "min_new_tokens": 2},
-    ],
-    ids=["beams", "samples", "greedy"],
-)
-def test_texts_scores_and_tokens_are_those_of_a_plain_loop(folders, name, settings):
-    """gpt2 pads with its EOS, and t5 starts its outputs with its pad token."""
-    causal = name == "gpt2"
-    model = (AutoModelForCausalLM if causal else AutoModelForSeq2SeqLM).from_pretrained(folders[name])
-    tokenizer = AutoTokenizer.from_pretrained(folders[name])
-    if causal:
-        tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
-    texts = sentences(8)
-    inputs = tokenizer(texts, padding=True, return_tensors="pt").to(model.device)
-    torch.manual_seed(0)
-    with fastgen.disabled():
-        output = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            pad_token_id=tokenizer.pad_token_id,
-            return_dict_in_generate=True,
-            **settings,
-        )
-    start = inputs["input_ids"].shape[1] if causal else 1
-    each = settings.get("num_return_sequences", 1)
-    plain_texts = tokenizer.batch_decode(output.sequences[:, start:] if causal else output.sequences, True)
-    plain_tokens = [count_in_a_loop(row, tokenizer.pad_token_id) for row in output.sequences[:, start:].tolist()]
-    scores = getattr(output, "sequences_scores", None)
-
-    form = asked(output_format="jsonl")
-    sequences = output.sequences[:, start:] if causal else output.sequences
-    lines = [Line(number, text.encode()) for number, text in enumerate(texts, start=1)]
-    lengths = inputs["attention_mask"].sum(dim=1).tolist()
-    items = [Item(line, length=length) for line, length in zip(lines, lengths, strict=True)]
-    batch = GeneratedBatch(items, sequences.numpy(), None if scores is None else scores.tolist()), []
-    finished = finish(tokenizer, form, {EOS}, tokenizer.pad_token_id, 0 if causal else 1)(batch)
-
-    outputs = [one for record in parsed(finished) for one in record["outputs"]]
-    assert [one["text"] for one in outputs] == plain_texts
-    assert [one["tokens"] for one in outputs] == plain_tokens
-    assert finished.amount == sum(plain_tokens)
-    assert [one.get("score") for one in outputs] == ([None] * len(outputs) if scores is None else scores.tolist())
-    assert [len(record["outputs"]) for record in parsed(finished)] == [each] * len(texts)
-    assert [record["input_tokens"] for record in parsed(finished)] == lengths
-    if "do_sample" in settings:
-        assert len(set(plain_tokens)) > 2  # outputs of different lengths, so that there is padding
 
 
 @pytest.mark.parametrize(

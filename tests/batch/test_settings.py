@@ -151,18 +151,11 @@ def test_whisper_is_told_the_language_by_name(models):
     for language in ("german", "de"):
         loaded = load(models, "whisper", *SPEECH, "--src_lang", language)
         assert loaded.settings == {"language": language}
+    assert input_limit(loaded) is None
     sound = [torch.randn(8000).numpy()]
     features = loaded.feature_extractor(sound, sampling_rate=16000, return_tensors="pt").input_features
     with fastgen.disabled():
         assert loaded.model.generate(features, **loaded.settings).shape[0] == 1
-
-
-def test_speech_models_come_with_a_feature_extractor(models):
-    loaded = load(models, "whisper", *SPEECH, "--gen", "task=translate", "--gen", "language=en")
-    assert isinstance(loaded.feature_extractor, transformers.SequenceFeatureExtractor)
-    assert loaded.settings == {"task": "translate", "language": "en"}
-    assert input_limit(loaded) is None
-    assert load(models, "bart").feature_extractor is None
 
 
 def test_dtype_of_the_weights(bart, tmp_path):

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from cli_models import save_bart
 import fastgen
 from fastgen.batch.audio import SoundFolder
 from fastgen.batch.config import BatchConfig
+from fastgen.batch.errors import InputError
 
 TEXTS = ["word1 word2 word3", "word4", "word5 word6 word7 word8", "word9 word2"]
 VERSIONS = ("SeamlessM4T", "SeamlessM4Tv2")
@@ -145,14 +145,27 @@ def test_seamless_writes_text(tmp_path, folders, sounds, task, kind, capsys):
     assert output.read_text().splitlines() == texts and any(texts)
 
 
+def full_at(name: str) -> Callable[[Path, bytes], int]:
+    """What `Path.write_bytes` is on a disk that becomes full in the middle of this file."""
+    write = Path.write_bytes
+
+    def full(self: Path, data: bytes) -> int:
+        if self.name == name:
+            write(self, data[:4])
+            raise OSError(28, "No space left on device")
+        return write(self, data)
+
+    return full
+
+
 @pytest.mark.parametrize("ends_at", ["a sound", "the name of OUTPUT"])
-def test_a_run_goes_on_and_writes_what_is_not_whole_again(tmp_path, folders, monkeypatch, ends_at, capsys):
+def test_a_resumed_run_writes_what_is_not_whole_again(tmp_path, folders, monkeypatch, ends_at, capsys):
     folder, flags = folders(save_seamless, "SeamlessM4Tv2"), (*T2S, *TO_FRENCH, "--bs", "1")
     expected = spoken(run(tmp_path, folder, TEXTS, *flags, name="whole.jsonl"))
     output, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part.audio"
     with monkeypatch.context() as patched:
         if ends_at == "a sound":
-            break_at(patched, 3)
+            patched.setattr(Path, "write_bytes", full_at("000003.wav"))
         else:  # the folder has its name then, and OUTPUT has not
             patched.setattr("os.replace", _fail_for(output))
         run(tmp_path, folder, TEXTS, *flags, status=1)
@@ -161,24 +174,10 @@ def test_a_run_goes_on_and_writes_what_is_not_whole_again(tmp_path, folders, mon
     assert part.exists() is (ends_at == "a sound")
     run(tmp_path, folder, TEXTS, *flags, "--resume")
     assert_same(spoken(output), expected)
-    assert sorted(path.name for path in Path(f"{output}.audio").iterdir()) == [f"00000{n}.wav" for n in range(1, 5)]
-    for number in range(1, 5):
-        names = [Path(f"{tmp_path / name}.audio") / f"00000{number}.wav" for name in ("out.jsonl", "whole.jsonl")]
-        assert names[0].read_bytes() == names[1].read_bytes()
+    sounds = [sorted(Path(f"{tmp_path / name}.audio").iterdir()) for name in ("out.jsonl", "whole.jsonl")]
+    assert [path.name for path in sounds[0]] == [f"00000{number}.wav" for number in range(1, 5)]
+    assert [path.read_bytes() for path in sounds[0]] == [path.read_bytes() for path in sounds[1]]
     assert not part.exists()
-
-
-def break_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """The disk is full in the middle of the file of this line."""
-    write = Path.write_bytes
-
-    def full(self: Path, data: bytes) -> int:
-        if self.name == f"{number:06}.wav":
-            write(self, data[:4])
-            raise OSError(28, "No space left on device")
-        return write(self, data)
-
-    monkeypatch.setattr(Path, "write_bytes", full)
 
 
 def _fail_for(output: Path) -> Callable[..., None]:
@@ -192,22 +191,34 @@ def _fail_for(output: Path) -> Callable[..., None]:
     return fail
 
 
-def test_sounds_that_are_there_stay_until_others_are_complete(tmp_path, folders, monkeypatch, capsys):
+def test_sounds_that_are_there_stay_until_others_are_complete(tmp_path):
+    args, samples = BatchConfig("model", "in", str(tmp_path / "out"), task="text-to-speech"), np.ones(9, np.float32)
+
+    def begun(number: int) -> SoundFolder:
+        folder = SoundFolder(args, 8000)
+        folder.begin(resumes=False)
+        folder.write(number, samples)
+        return folder
+
+    begun(1).complete(overwrite=False)
+    second = begun(2)
+    with pytest.raises(InputError, match=r"out\.audio already exists .accepted: overwrite=True, with resume=True"):
+        second.complete(overwrite=False)
+    assert [path.name for path in (tmp_path / "out.audio").iterdir()] == ["000001.wav"]
+    second.complete(overwrite=True)
+    assert [path.name for path in (tmp_path / "out.audio").iterdir()] == ["000002.wav"]
+
+
+def test_output_without_its_sounds_is_refused_and_the_other_way(tmp_path, folders, capsys):
     folder, flags = folders(save_seamless, "SeamlessM4Tv2"), (*T2S, *TO_FRENCH)
-    output = run(tmp_path, folder, TEXTS[:2], *flags)
-    before = spoken(output)
+    output = run(tmp_path, folder, TEXTS[:1], *flags)
     run(tmp_path, folder, TEXTS[:1], *flags, status=2)
-    with monkeypatch.context() as patched:
-        break_at(patched, 1)
-        run(tmp_path, folder, TEXTS[2:3], *flags, "--overwrite", status=1)
-    assert_same(spoken(output), before)
-    run(tmp_path, folder, TEXTS[2:3], *flags, "--overwrite")
-    assert len(spoken(output)) == 1 and len(list(Path(f"{output}.audio").iterdir())) == 1
-    output.unlink()
-    Path(f"{output}.run.json").unlink()
-    capsys.readouterr()
-    run(tmp_path, folder, TEXTS[:1], *flags, status=2)
-    assert "out.jsonl.audio one is there without the other (accepted: another" in capsys.readouterr().err
+    for path in (Path(f"{output}.audio"), output):
+        path.rename(tmp_path / "away")
+        capsys.readouterr()
+        run(tmp_path, folder, TEXTS[:1], *flags, "--resume", status=2)
+        assert "one is there without the other (accepted: another" in capsys.readouterr().err
+        (tmp_path / "away").rename(path)
 
 
 def test_a_sound_of_no_length_is_a_failed_input(tmp_path, folders, monkeypatch):
@@ -275,26 +286,3 @@ def test_files_of_sound_keep_every_sample(tmp_path):
     assert Path(path).read_bytes() == (tmp_path / "there" / "out.audio" / "000007.wav").read_bytes()
     found, rate = soundfile.read(path, dtype="float32")
     assert np.array_equal(found, samples) and rate == 8000 and soundfile.info(path).subtype == "FLOAT"
-
-
-def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path, folders, monkeypatch, capsys):
-    output, folder = tmp_path / "out.jsonl", tmp_path / "out.jsonl.audio"
-    model, flags = folders(save_seamless, "SeamlessM4Tv2"), (*T2S, *TO_FRENCH)
-    write = SoundFolder.write
-
-    def appears(self: SoundFolder, *sound: Any) -> str:
-        folder.mkdir(exist_ok=True)
-        (folder / "precious.txt").write_text("kept")
-        return write(self, *sound)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(SoundFolder, "write", appears)
-        run(tmp_path, model, TEXTS[:1], *flags, status=2)
-    assert "already exists (accepted: --overwrite, with --resume)" in capsys.readouterr().err
-    assert (folder / "precious.txt").read_text() == "kept" and not output.exists()
-    shutil.rmtree(folder)
-    run(tmp_path, model, TEXTS[:1], *flags, "--resume")
-    assert len(spoken(output)) == 1
-    shutil.rmtree(folder)
-    run(tmp_path, model, TEXTS[:1], *flags, "--resume", status=2)
-    assert "one is there without the other" in capsys.readouterr().err

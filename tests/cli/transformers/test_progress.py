@@ -56,25 +56,20 @@ def terminal(monkeypatch):
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_a_terminal_gets_a_bar_of_its_width(terminal, columns):
+    """For a stream, whose end nobody knows, it cannot be filled."""
     written = terminal(columns)
-    shown = start(10, done=4)
-    shown.finished(*BATCH)
-    shown._bar.refresh()
-    shown.close()
-    lines = [line for line in re.split(r"[\r\n]+", written()) if line.strip()]
+    for total, done in ((None, 0), (10, 4)):
+        shown = start(total, done)
+        shown.finished(*BATCH)
+        shown._bar.refresh()
+        shown.close()
+    text = written()
+    assert re.search(r"\r2 inputs, [\d.]+ inputs/s *\r", text)
+    lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
     bar = lines[-1]
     assert "fastgen-generate-for-transformers: line 2: is broken" in lines
     assert re.fullmatch(r" 60%\|.*\| 6 of 10 inputs, [\d.]+ inputs/s, \d\d:\d\d left", bar)
     assert len(bar) in (columns - 1, columns) and "█" in bar
-
-
-def test_without_a_total_there_is_no_bar_to_fill(terminal):
-    written = terminal(80)
-    shown = start(None)
-    shown.finished(*BATCH)
-    shown._bar.refresh()
-    shown.close()
-    assert re.search(r"\r2 inputs, [\d.]+ inputs/s *\r", written())
 
 
 @pytest.mark.parametrize(("total", "expected"), [(10, "6 of 10 inputs"), (None, "6 inputs")])

@@ -71,63 +71,57 @@ def check_refused(capsys: pytest.CaptureFixture, folder: Path, command: list[str
 
 
 BAD_FILES = [
-    ("none.txt", "output.txt", (), "INPUT", "none.txt", "no such file"),
-    ("folder", "output.txt", (), "INPUT", "folder", "directory"),
-    ("input.txt", "none/output.txt", (), "OUTPUT", "none/output.txt", "no folder"),
-    ("input.txt", "folder", (), "OUTPUT", "folder", "is a folder"),
-    ("input.txt", "folder/../input.txt", (), "OUTPUT", "same file as INPUT"),
-    ("input.txt", "output.txt", ("--reference_path", "none.txt"), "--reference_path", "none.txt", "no such file"),
-    ("input.txt", "output.txt", ("--reference_path", "latin1.txt"), "--reference_path", "latin1.txt", "UTF-8"),
-    ("input.txt", "output.txt", ("--reference_path", "three.txt"), "three.txt", "has 3 lines", "has 4"),
-    ("input.txt", "output.txt", ("--reference_path", "empty.txt"), "empty.txt", "has 0 lines", "has 4"),
+    ("none.txt", "output.txt", "", "INPUT", "none.txt", "no such file"),
+    ("folder", "output.txt", "", "INPUT", "folder", "directory"),
+    ("input.txt", "none/output.txt", "", "OUTPUT", "none/output.txt", "no folder"),
+    ("input.txt", "folder", "", "OUTPUT", "folder", "is a folder"),
+    ("input.txt", "folder/../input.txt", "", "OUTPUT", "same file as INPUT"),
+    ("input.txt", "output.txt", "--reference_path none.txt", "--reference_path", "none.txt", "no such file"),
+    ("input.txt", "output.txt", "--reference_path latin1.txt", "--reference_path", "latin1.txt", "UTF-8"),
+    ("input.txt", "output.txt", "--reference_path three.txt", "three.txt", "has 3 lines", "has 4"),
+    ("input.txt", "output.txt", "--reference_path empty.txt", "empty.txt", "has 0 lines", "has 4"),
+    ("input.txt", "output.txt", "--reference_path input.txt --score_path output.txt", "--score_path", "OUTPUT"),
+    ("input.txt", "three.txt", "", "OUTPUT three.txt", "already exists", "--overwrite"),
+    ("input.txt", "three.txt", "--resume", "OUTPUT three.txt", "already exists", "--overwrite"),
     (
         "input.txt",
         "output.txt",
-        ("--reference_path", "input.txt", "--score_path", "output.txt"),
-        "--score_path",
-        "OUTPUT",
-    ),
-    ("input.txt", "three.txt", (), "OUTPUT three.txt", "already exists", "--overwrite"),
-    ("input.txt", "three.txt", ("--resume",), "OUTPUT three.txt", "already exists", "--overwrite"),
-    (
-        "input.txt",
-        "output.txt",
-        ("--reference_path", "input.txt", "--score_path", "three.txt"),
+        "--reference_path input.txt --score_path three.txt",
         "--score_path three.txt",
         "already exists",
         "--overwrite",
     ),
-    ("input.txt", "output.txt", ("--reference_path", "input.txt", "--score_path", "folder"), "--score_path", "folder"),
-    ("input.txt", "output.txt", ("--reference_path", "input.txt", "--score_path", "no/s"), "--score_path", "no/s"),
-    ("input.txt", "output.txt", ("--reference_path", "input.txt", "--score_path", "s3://a/b"), "s3://a/b: is a URL"),
+    ("input.txt", "output.txt", "--reference_path input.txt --score_path folder", "--score_path", "folder"),
+    ("input.txt", "output.txt", "--reference_path input.txt --score_path no/s", "--score_path", "no/s"),
+    ("input.txt", "output.txt", "--reference_path input.txt --score_path s3://a/b", "s3://a/b: is a URL"),
 ]
 
 
 @pytest.mark.parametrize(("source", "output", "flags", "named"), [(a, b, c, named) for a, b, c, *named in BAD_FILES])
 def test_bad_files_are_refused_before_the_model_is_looked_for(capsys, monkeypatch, files, source, output, flags, named):
     monkeypatch.chdir(files)
-    check_refused(capsys, files, ["/no/such/model", source, output, *flags], *named)
+    check_refused(capsys, files, ["/no/such/model", source, output, *flags.split()], *named)
 
 
 BAD_MODELS = [
-    ("none", (), "no such folder"),
-    ("empty", (), "cannot be loaded"),
-    ("no_weights", (), "cannot be loaded"),
-    ("broken_weights", (), "cannot be loaded"),
-    ("broken_config", (), "cannot be loaded"),
-    ("no_tokenizer", (), "has no tokenizer"),
-    ("no_decoder", (), "no weights for model.decoder.layers.1"),
-    ("no_padding", ("--causal_lm",), "neither a pad nor an eos token"),
-    ("vit", (), "vit", "cannot generate"),
-    ("gpt2", (), "gpt2", "--causal_lm"),
-    ("t5", ("--causal_lm",), "t5", "--causal_lm"),
-    ("bart/config.json", (), "is a file"),
+    ("none", "", "no such folder"),
+    ("empty", "", "cannot be loaded"),
+    ("no_weights", "", "cannot be loaded"),
+    ("broken_weights", "", "cannot be loaded"),
+    ("broken_config", "", "cannot be loaded"),
+    ("no_tokenizer", "", "has no tokenizer"),
+    ("no_decoder", "", "no weights for model.decoder.layers.1"),
+    ("no_padding", "--causal_lm", "neither a pad nor an eos token"),
+    ("vit", "", "vit", "cannot generate"),
+    ("gpt2", "", "gpt2", "--causal_lm"),
+    ("t5", "--causal_lm", "t5", "--causal_lm"),
+    ("bart/config.json", "", "is a file"),
 ]
 
 
 @pytest.mark.parametrize(("model", "flags", "named"), [(model, flags, named) for model, flags, *named in BAD_MODELS])
 def test_bad_models_are_refused(capsys, files, models, model, flags, named):
-    command = [str(models / model), str(files / "input.txt"), str(files / "output.txt"), *flags]
+    command = [str(models / model), str(files / "input.txt"), str(files / "output.txt"), *flags.split()]
     check_refused(capsys, files, command, f"MODEL {models / model}", *named)
 
 

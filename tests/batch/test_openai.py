@@ -197,17 +197,22 @@ BAD = [
     ({"seed": "a"}, 'has a string as "seed"'),
     ({"stop": [""]}, 'has a list as "stop" of its body (accepted: strings with text)'),
     ({"stop": 5}, 'has 5 as "stop"'),
+    ({"max_tokens": "many"}, 'has a string as "max_tokens"'),
+    ({"max_tokens": 63}, "the limit is 1"),
+    ({"messages": []}, "has an empty list"),
 ]
 
 
-def test_what_a_body_may_not_ask_for_is_named(chat, tmp_path):
+def test_what_a_body_may_not_ask_for_is_named(chat, tmp_path, capsys):
     requests = [
         request("a", "word1", max_tokens=3.0, stop=[], n=1),
         *(request("b", "word1", **body) for body, _ in BAD),
     ]
     good, *bad = run(chat, tmp_path, requests, "--output_format", "openai", status=1)
     assert texts([good]) == [[plain(chat, "word1", max_new_tokens=3)[0]]]
+    assert 'line 2: custom_id "b": ' in capsys.readouterr().err
     for response, (_, message) in zip(bad, BAD, strict=True):
+        assert response["response"] is None
         said = response["error"]["message"]
         assert message in said and "-" not in said and " inf" not in said
     several = [request("a", "word1"), request("b", "word1", n=2, temperature=1)]
@@ -216,21 +221,6 @@ def test_what_a_body_may_not_ask_for_is_named(chat, tmp_path):
     assert (tmp_path / "out.txt").read_text() == plain(chat, "word1")[0] + "\n\n"
     found = run(chat, tmp_path, [several[0], several[0] | {"body": several[0]["body"] | {"n": 2}}], "--beam", "2")
     assert [len(record["outputs"]) for record in found] == [1, 2]
-
-
-def test_a_bad_request_fails_alone(chat, tmp_path, capsys):
-    requests = [
-        request("a", "word1"),
-        request("b", "word1", max_tokens="many"),
-        request("c", "word1", max_tokens=63),
-        {"custom_id": "d", "body": {"messages": []}},
-    ]
-    found = run(chat, tmp_path, requests, "--output_format", "openai", status=1)
-    errors = [response["error"] and response["error"]["message"] for response in found]
-    assert errors[0] is None and 'has a string as "max_tokens"' in errors[1]
-    assert "the limit is 1" in errors[2] and "has an empty list" in errors[3]
-    assert [response["response"] is None for response in found] == [False, True, True, True]
-    assert 'line 2: custom_id "b": ' in capsys.readouterr().err
 
 
 def test_messages_without_chat_stop_at_the_first(chat, tmp_path, capsys):

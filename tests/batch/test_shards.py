@@ -93,6 +93,7 @@ def test_a_merge_that_is_complete_stays(bart, source, tmp_path, capsys):
     assert output.read_bytes() == before
 
 
+AUTO = ("--num_shards", "auto", "--shard_id", "auto")
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
 
 
@@ -150,24 +151,16 @@ def test_launchers_are_asked_with_auto_only():
         (("--num_shards", "2", "--shard_id", "2"), {}, "--shard_id 2 (accepted: 0 to 1)"),
         (("--merge",), {}, "--merge needs --num_shards N without --shard_id"),
         (("--num_shards", "2", "--shard_id", "1", "--merge"), {}, "--merge needs --num_shards N without --shard_id"),
-        (("--num_shards", "auto", "--shard_id", "auto"), {}, "auto: no variables of a launcher are set"),
+        (AUTO, {}, "auto: no variables of a launcher are set"),
         (("--num_shards", "3", "--shard_id", "auto"), TORCHRUN, "--shard_id 3 (accepted: 0 to 2): auto takes it from"),
         (("--num_shards", "8", "--shard_id", "auto"), array(8, *range(1, 9)), "with --array=0-7"),
-        (
-            ("--num_shards", "auto", "--shard_id", "auto"),
-            array(3, 3, 6),
-            "SLURM_ARRAY_TASK_ID=3, SLURM_ARRAY_TASK_MIN=3",
-        ),
+        (AUTO, array(3, 3, 6), "SLURM_ARRAY_TASK_ID=3, SLURM_ARRAY_TASK_MIN=3"),
         (
             ("--num_shards", "auto", "--shard_id", "0"),
             array(1, 1, 2, 3),
-            "accepted: --num_shards N, or a whole Slurm array",
+            "--num_shards N, or a whole Slurm array",
         ),
-        (
-            ("--num_shards", "auto", "--shard_id", "auto"),
-            {"JOB_COMPLETION_INDEX": "4"},
-            "JOB_COMPLETION_INDEX=4 does not say how many shards there are",
-        ),
+        (AUTO, {"JOB_COMPLETION_INDEX": "4"}, "JOB_COMPLETION_INDEX=4 does not say how many shards there are"),
         (("--num_shards", "2", "--shard_id", "1", "--reference_path", "r"), {}, "--reference_path r does not go with"),
     ],
 )

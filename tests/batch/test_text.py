@@ -80,17 +80,6 @@ def test_text_is_tokenized_as_by_a_plain_call(prepare, tokenizer, length):
     assert ids(prepare(records(TEXTS), jsonl=True, prefix="word1 ", max_tokenizer_length=length)) == expected
 
 
-def test_all_lines_are_tokenized_in_one_call(prepare, tokenizer):
-    calls = []
-
-    def counting(texts: list[str], **settings: Any) -> Any:
-        calls.append(len(texts))
-        return tokenizer(texts, **settings)
-
-    assert ids(prepare(TEXTS, counting)) == tokenizer(TEXTS)["input_ids"]
-    assert calls == [len(TEXTS)]
-
-
 def test_byte_order_mark_and_line_ends_are_no_text(prepare, tokenizer):
     lines = [b"\xef\xbb\xbfword1 word2\r", b"word3\r", b"word4"]
     assert ids(prepare(lines)) == tokenizer(["word1 word2", "word3", "word4"])["input_ids"]
@@ -275,15 +264,6 @@ def test_a_cut_line_ends_before_a_character(tokenizer):
     begins = b'{"text": "' + b"a" * TextInput(tokenizer, of_records).line_bytes
     [found] = TextInput(tokenizer, of_records).prepare([Line(1, begins, cut=True)])
     assert "the most that are read of a record" in found.error
-
-
-def test_a_tokenizer_is_settled_before_threads_share_it(bart):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(bart)
-    tokenizer.backend_tokenizer.enable_truncation(3)
-    TextInput(tokenizer, asked())
-    assert tokenizer.backend_tokenizer.truncation is None
-    TextInput(tokenizer, asked(), 4)
-    assert tokenizer.backend_tokenizer.truncation["max_length"] == 4
 
 
 def chat(tokenizer: transformers.PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:

@@ -1,11 +1,13 @@
 """Batches keep the order of the file where sorting lines by length would change an output, and only there."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from cli_models import WORDS, save_bart, save_gpt2, save_t5, sentences
+from cli_models import WORDS, save_bart, save_gpt2, save_t5, sentences, small
+from parity import tiny
 
 import fastgen
 from fastgen.batch import settings
@@ -32,17 +34,9 @@ def models(tmp_path_factory):
 def save_decoder(folder: Path, tokenizer: Path) -> None:
     """BART's decoder alone, which numbers its positions from the first column on."""
     torch.manual_seed(0)
-    settings = {
-        "vocab_size": 64,
-        **dict.fromkeys(("d_model", "decoder_ffn_dim", "encoder_ffn_dim"), 16),
-        **dict.fromkeys(("decoder_layers", "encoder_layers"), 1),
-        **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 2),
-        "max_position_embeddings": 64,
-        "init_std": 0.5,
-        "is_encoder_decoder": False,
-        "forced_eos_token_id": None,
-    }
-    transformers.BartForCausalLM(transformers.BartConfig(**settings)).save_pretrained(folder)
+    sizes = {**small(16), "vocab_size": 64, "max_position_embeddings": 64}
+    config = transformers.BartConfig(**sizes, is_encoder_decoder=False, forced_eos_token_id=None)
+    transformers.BartForCausalLM(config).save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
 
 
@@ -142,6 +136,29 @@ def test_each_reason_is_one(models, model, flags, reason):
     assert reasons == [reason]
     if "max_time" not in flags and "token_healing" not in flags:  # time, and prompts that are not those of `outputs`
         assert differ(loaded) > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "reasons"),
+    [
+        ("bigbird_pegasus", {}, ["MODEL's attention depends on the longest input of a batch"]),
+        ("bigbird_pegasus", {"attention_type": "original_full"}, []),
+        ("switch_transformers", {}, ["MODEL's experts take a part of each batch only"]),
+        ("nllb-moe", {"moe_eval_capacity_token_fraction": 0.5}, ["MODEL's experts take a part of each batch only"]),
+        ("nllb-moe", {"moe_eval_capacity_token_fraction": 1.0}, []),
+    ],
+)
+def test_models_whose_rows_share_attention_or_experts(kind, config, reasons):
+    config = transformers.AutoConfig.for_model(kind, **config)
+    model = SimpleNamespace(config=config, generation_config=transformers.GenerationConfig())
+    assert settings.reasons_to_keep_file_order(Loaded(None, model, None)) == reasons
+
+
+def test_a_recurrent_state_passes_through_padding():
+    task = task_for(parse_arguments(["model", "input", "output", "--causal_lm"]))
+    for kind, depends in (("llama", False), ("jamba", True)):
+        task.loaded = Loaded(task.args, tiny(kind), SimpleNamespace(padding_side="left"))
+        assert task.depends_on_padding() is depends
 
 
 def test_the_models_own_settings_and_those_of_a_file_count(models, tmp_path):

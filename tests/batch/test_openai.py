@@ -65,7 +65,7 @@ def test_requests_are_recognised_and_bodies_are_applied(chat, tmp_path, capsys):
     for name, response, (text, prompt, tokens) in zip("abcd", found, expected, strict=True):
         assert (response["custom_id"], response["error"], response["response"]["status_code"]) == (name, None, 200)
         body = response["response"]["body"]
-        assert (body["object"], body["model"]) == ("chat.completion", str(chat))
+        assert (body["object"], body["model"], body["created"]) == ("chat.completion", str(chat), 0)
         usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
         assert body["usage"] == usage
         (choice,) = body["choices"]

@@ -244,6 +244,7 @@ def test_a_sound_of_no_length_is_a_failed_input(tmp_path, folders, monkeypatch):
         ((*T2S, "--output_format", "text"), "--output_format text does not go with --task text-to-speech"),
         ((*T2S, "--causal_lm"), "--causal_lm does not go with --task text-to-speech, whose outputs are audio files"),
         ((*T2S, "--num_return_sequences", "2"), "--num_return_sequences 2 does not go with --task text-to-speech"),
+        ((*T2S, "--retry_failed"), "--retry_failed does not go with --task text-to-speech"),
         (("--speaker_id", "1"), "--speaker_id 1 needs --task text-to-speech or speech-to-speech"),
         (("--task", "text-to-speach"), "--task text-to-speach is not known (did you mean text-to-speech?)"),
         (("--task", "speech-to-speech", "--prefix", "a"), "--prefix a does not go with --task speech-to-speech"),

@@ -230,32 +230,23 @@ def test_a_closed_standard_input_is_named():
     assert b"INPUT -: standard input is closed" in done.stderr
 
 
+def reading(code: str) -> subprocess.Popen:
+    """A process with what READ_STDIN defines, whose streams are pipes."""
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    return subprocess.Popen([sys.executable, "-c", READ_STDIN + code], env=environment, stdin=-1, stdout=-1, stderr=-1)
+
+
 def test_a_program_ends_while_a_thread_waits_for_standard_input():
-    code = READ_STDIN + "threading.Thread(target=read, daemon=True).start()\ncame.wait()\ntime.sleep(0.5)\n"
-    run = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    run.stdin.write(b"one\ntw")
-    run.stdin.flush()
-    assert run.wait() == 0
-    assert run.stdout.read() == b"b'one'\n" and run.stderr.read() == b""
-    for stream in (run.stdin, run.stdout, run.stderr):
-        stream.close()
+    with reading("threading.Thread(target=read, daemon=True).start()\ncame.wait()\ntime.sleep(0.5)\n") as run:
+        run.stdin.write(b"one\ntw")
+        run.stdin.flush()
+        assert run.wait() == 0
+        assert run.stdout.read() == b"b'one'\n" and run.stderr.read() == b""
 
 
 def test_a_pipe_that_is_set_to_non_blocking_is_waited_for():
     """Reading nothing from it is not its end."""
-    code = READ_STDIN + "import os\nos.set_blocking(0, False)\nprint('reads', flush=True)\nread()\n"
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as run:
+    with reading("import os\nos.set_blocking(0, False)\nprint('reads', flush=True)\nread()\n") as run:
         assert run.stdout.readline() == b"reads\n"
         time.sleep(0.5)  # so that it has read nothing once
         run.stdin.write(b"one\n")

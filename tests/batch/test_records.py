@@ -110,18 +110,12 @@ def test_text_is_one_line_per_input(tokenizer):
     assert sorted(finished.records)[1] == (2, b"<s> word3 </s> <pad>\n")
 
 
-@pytest.mark.parametrize(
-    ("scores", "expected"),
-    [
-        ([-0.5, -1.25], b"-0.500000####-1.250000\tword1####word2\n"),
-        (None, b"NA####NA\tword1####word2\n"),
-    ],
-)
-def test_scores_and_several_outputs_stand_in_a_line_of_text(tokenizer, scores, expected):
+@pytest.mark.parametrize(("scores", "shown"), [([-0.5, -1.25], b"-0.500000####-1.250000"), (None, b"NA####NA")])
+def test_scores_and_several_outputs_stand_in_a_line_of_text(tokenizer, scores, shown):
     form = asked(output_sequence_scores=True, join_outputs=True)
     batch = generated(["a"], [[0, 5, 2], [0, 6, 2]], scores, (Item(Line(2, b"")),))
     records = sorted(finish(tokenizer, form, {EOS}, PAD)(batch).records)
-    assert records == [(1, expected), (2, b"NA\t\n")]
+    assert records == [(1, shown + b"\tword1####word2\n"), (2, b"NA\t\n")]
     assert [first_text(record, form) for _, record in records] == ["word1", ""]
 
 
@@ -155,12 +149,11 @@ def test_every_record_is_one_line_whatever_the_text_is():
 
 
 def test_all_rows_are_decoded_in_one_call_as_asked_for():
-    decoder = Decoder(["a", "b"])
-    finish(decoder, JSONL, {EOS}, PAD)(generated(["x", "y"], [[0], [1]]))
-    assert decoder.calls == [2]
-    assert decoder.settings == {"skip_special_tokens": True}
+    decoder, batch = Decoder(["a", "b"]), generated(["x", "y"], [[0], [1]])
+    finish(decoder, JSONL, {EOS}, PAD)(batch)
+    assert (decoder.calls, decoder.settings) == ([2], {"skip_special_tokens": True})
     form = asked(output_format="jsonl", clean_up_tokenization_spaces=True, include_special_tokens=True)
-    finish(decoder, form, {EOS}, PAD)(generated(["x", "y"], [[0], [1]]))
+    finish(decoder, form, {EOS}, PAD)(batch)
     assert decoder.settings == {"skip_special_tokens": False, "clean_up_tokenization_spaces": True}
 
 

@@ -4,7 +4,7 @@ libgomp, the OpenMP in torch's wheels, lets a waiting thread spin 300,000 times 
 want the same cores, that takes the time of the thread that is waited for: docs/commands.md has figures. Variables that
 the user has set stay as they are.
 
-Tests: tests/cli/test_threads.py
+Tests: tests/batch/test_threads.py
 """
 
 from __future__ import annotations

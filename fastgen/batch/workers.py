@@ -7,7 +7,7 @@ The plan, the seeds and the journal are those of one process, so OUTPUT is the s
 those that died, and retries the loading of a model. What is decided here is the batch that a worker died with: it is
 tried again by the next idle worker, since Ray may never find a place for the same one, and then halved.
 
-Tests: tests/cli/transformers/test_cli_workers.py
+Tests: tests/batch/test_workers.py
 """
 
 from __future__ import annotations

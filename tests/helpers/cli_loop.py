@@ -80,7 +80,8 @@ def plain_samples(
     warp = [getattr(transformers, kind)(warpers[name]) for name, kind in kinds.items() if name in warpers]
     texts = []
     for seed, number, sample in keys:
-        generator = np.random.Philox(key=(seed, number), counter=(0, 0, 0, sample))
+        key = np.array((seed, number), np.uint64)
+        generator = np.random.Philox(key=key, counter=(0, 0, 0, sample))
         ids = prompt = tokenizer(line, return_tensors="pt").input_ids
         while ids.shape[1] < prompt.shape[1] + max_new_tokens and ids[0, -1] != model.generation_config.eos_token_id:
             with torch.no_grad():

@@ -8,17 +8,18 @@ Tests: tests/batch/test_settings.py, tests/cli/transformers/test_flags.py
 
 from __future__ import annotations
 
+import json
+import math
+import operator
 import re
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fastgen.batch import values
 from fastgen.batch.errors import InputError
-from fastgen.batch.values import AUTO, UNSET, BadValue, json_object, one_of, whole
 
 STREAM = "-"  # INPUT: standard input, OUTPUT: standard output
 AUDIO_OUT = ("text-to-speech", "speech-to-speech")  # OUTPUT names audio files
@@ -30,20 +31,116 @@ EXCLUSIVE = (
     *(("dtype", "fp16", "bf16"), ("truncation", "no_truncation"), ("max_length", "max_new_tokens")),
     *(("retry_failed", "overwrite"), ("retry_failed", "merge")),
 )
-# Names of Hugging Face, or of FastSeq, for settings.
+# FastSeq's names for settings of generate, as flags and in messages of the command.
+FASTSEQ_NAMES = {"num_beams": "beam", "max_length": "max_gen_length", "min_length": "min_gen_length"}
 OTHER_NAMES = {
-    "beam": "num_beams",
-    "max_gen_length": "max_length",
-    "min_gen_length": "min_length",
+    **{name: setting for setting, name in FASTSEQ_NAMES.items()},
     "batch_size": "bs",
     "without_fastseq_opt": "without_fastgen_opt",
 }
+# What asks generate for which of its settings.
+ASKS_FOR = {"forced_bos_token": "forced_bos_token_id", "tgt_lang": "forced_bos_token_id", "src_lang": "language"}
 # Settings of generate that nobody can change. What is no setting at all is found by settings.py.
 REFUSED_SETTINGS = (
     *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
     *("return_segments", "return_token_timestamps", "streamer", "logits_processor", "stopping_criteria"),
     *("prefix_allowed_tokens_fn", "assistant_model", "is_assistant", "compile_config", "continuous_batching_config"),
 )
+
+# Counts, lengths, token ids and seeds all fit; what is beyond would overflow inside torch.
+LARGEST_NUMBER = 2**31 - 1
+
+Check = Callable[[Any], Any]  # returns the value that a setting means, or raises BadValue
+
+
+class BadValue(ValueError):
+    """A value that a setting does not accept. The message says why; the caller knows which setting it is."""
+
+
+def _number(convert: Callable[[Any], Any], accepted: str, fits: Callable[[Any], bool]) -> Check:
+    def check(value: Any) -> Any:
+        try:
+            number = convert(value)
+        except (TypeError, ValueError, OverflowError):
+            raise BadValue(f"{value!r} is no number (accepted: {accepted})") from None
+        if not fits(number) or isinstance(value, bool):
+            raise BadValue(f"{value} is out of range (accepted: {accepted})")
+        return number
+
+    return check
+
+
+UNSET = {"-1": None}  # FastSeq's number for "not given"
+AUTO = {"auto": "auto"}
+
+
+def whole(minimum: int, words: dict[str, Any] | None = None) -> Check:
+    """Returns the check of whole numbers from `minimum` on, and of words that stand for values of their own."""
+    known = words or {}
+    accepted = ", or ".join([f"a whole number, {minimum} to {LARGEST_NUMBER}", *known])
+    number = _number(
+        lambda value: int(value) if isinstance(value, str) else operator.index(value),
+        accepted,
+        lambda n: minimum <= n <= LARGEST_NUMBER,
+    )
+    return lambda value: known[value] if isinstance(value, str) and value in known else number(value)
+
+
+def real(above: float = -math.inf, up_to: float = math.inf) -> Check:
+    """Returns the check of finite numbers greater than `above` and not greater than `up_to`."""
+    bounds = [f"greater than {above:g}"] * (above > -math.inf) + [f"at most {up_to:g}"] * (up_to < math.inf)
+    accepted = " and ".join(["a finite number", *bounds])
+    return _number(float, accepted, lambda x: math.isfinite(x) and above < x <= up_to)
+
+
+def one_of(*values: Any) -> Check:
+    """Returns the check of these values, or of their names in capitals or not."""
+    named = {str(value).lower(): value for value in values}
+
+    def check(value: Any) -> Any:
+        if str(value).lower() not in named or not isinstance(value, (str, bool)):
+            raise BadValue(f"{value!r} is not known (accepted: {', '.join(named)})")
+        return named[str(value).lower()]
+
+    return check
+
+
+def text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise BadValue(f"{value!r} is no text (accepted: a string)")
+    return value
+
+
+def json_object(value: Any) -> dict[str, Any]:
+    """The check of an object, or of the path of a JSON file that holds one."""
+    values = value
+    if isinstance(value, str):
+        try:
+            values = json.loads(Path(value).read_text(encoding="utf-8-sig"))
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or f"is not JSON ({error})"
+            raise BadValue(f"{value}: {why}") from None
+    if not isinstance(values, dict):
+        raise BadValue(f'{value}: holds no JSON object (accepted: {{"num_beams": 4, …}})')
+    return values
+
+
+flag = one_of(True, False)
+# Settings of generate whose values are checked here, however they are given; GenerationConfig checks all.
+CHECKS: dict[str, Check] = {
+    **dict.fromkeys(("num_beams", "num_return_sequences", "max_length", "max_new_tokens"), whole(1)),
+    "min_length": whole(0, UNSET),
+    **dict.fromkeys(("min_new_tokens", "no_repeat_ngram_size", "top_k"), whole(0)),
+    **dict.fromkeys(("encoder_no_repeat_ngram_size", "forced_bos_token_id", "forced_eos_token_id"), whole(0)),
+    **dict.fromkeys(("decoder_start_token_id", "eos_token_id", "pad_token_id", "bos_token_id"), whole(0)),
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "temperature", "max_time"), real(above=0)),
+    **dict.fromkeys(("top_p", "typical_p"), real(above=0, up_to=1)),
+    **dict.fromkeys(("length_penalty", "guidance_scale"), real()),
+    **dict.fromkeys(("logprob_threshold", "no_speech_threshold", "compression_ratio_threshold"), real()),
+    **dict.fromkeys(("do_sample", "use_cache", "renormalize_logits", "remove_invalid_values"), flag),
+    **dict.fromkeys(("return_timestamps", "condition_on_prev_tokens"), flag),
+    "early_stopping": one_of(True, False, "never"),  # as transformers takes it
+}
 
 
 def as_argument(name: str, value: Any = None) -> str:
@@ -53,14 +150,14 @@ def as_argument(name: str, value: Any = None) -> str:
 
 def _setting(help: str, default: Any = None, **metadata: Any) -> Any:
     """A field that the command has as a flag. accepts: the check of its values; nargs, const, metavar: argparse's."""
-    metadata = {"help": help, "accepts": values.text, **metadata}
+    metadata = {"help": help, "accepts": text, **metadata}
     if default == []:
         return field(default_factory=list, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
 def _switch(help: str) -> Any:
-    return _setting(help, False, accepts=values.flag)
+    return _setting(help, False, accepts=flag)
 
 
 @dataclass(frozen=True)
@@ -159,18 +256,20 @@ class BatchConfig:
             value = getattr(self, each.name)
             if value is not None and each.name != "gen":
                 vars(self)[each.name] = self._checked(each.name, each.metadata["accepts"], value)
-        gen = [(name, self._checked(name, partial(values.setting, name), value)) for name, value in self.gen]
+        gen = [(name, self._checked(name, partial(_checked_setting, name), value)) for name, value in self.gen]
         input_format = self.input_format or ("jsonl" if is_jsonl(self.input) else "text")
         is_json = is_jsonl(self.output) or self.task in AUDIO_OUT or input_format != "text"
-        vars(self).update(gen=gen, input_format=input_format)
-        vars(self).update(output_format=self.output_format or ("jsonl" if is_json else "text"))
+        output_format = self.output_format or ("jsonl" if is_json else "text")
+        vars(self).update(gen=gen, input_format=input_format, output_format=output_format)
         if input_format == "openai":
             vars(self).update(chat=True, causal_lm=True, text_field="body.messages", id_field="custom_id")
-        self._check()
+        self._check_contradictions()
+        self._check_settings()
+        self._check_files()
         dtype = "float16" if self.fp16 else "bfloat16" if self.bf16 else self.dtype
         vars(self).update(dtype=dtype, fp16=False, bf16=False)
 
-    def _checked(self, name: str, accepts: values.Check, value: Any) -> Any:
+    def _checked(self, name: str, accepts: Check, value: Any) -> Any:
         try:
             return accepts(value)
         except BadValue as error:
@@ -189,87 +288,71 @@ class BatchConfig:
     def given(self, name: str) -> str:
         """Returns a setting as a message calls it, with its value; empty if it is not set."""
         value = vars(self)[name] if name in vars(self) else dict(self.gen).get(name)
-        is_unset = value is None or value is False or value == _defaults().get(name)
+        is_unset = value is None or value is False or value == getattr(BatchConfig, name, None)
         return "" if is_unset else self.named(name, value)
 
-    def settings(self) -> list[tuple[str, Any, str]]:
-        """Returns name and value of every setting of generate, and how a message calls it."""
-        return [(name, value, self.named(name, value)) for name, value in self.gen]
+    def check_outputs(self, number: int) -> None:
+        """Raises InputError for several outputs on a line of text, unless that is asked for."""
+        if number > 1 and not self.join_outputs and not self.writes_records:
+            asked, joined = self.named("num_return_sequences", number), self.named("join_outputs", True)
+            ways = f"{self.named('output_format', 'jsonl')}, or {joined} to join them with ####"
+            raise InputError(f"{asked} does not go with one line of text per input (accepted: {ways})")
 
-    def _check(self) -> None:
-        """Raises InputError for settings that contradict each other."""
-        named = self.named
-        for names in EXCLUSIVE:
-            if len(rivals := [self.given(name) for name in names if self.given(name)]) > 1:
+    def _check_contradictions(self) -> None:
+        """Raises InputError for settings of which only one is accepted."""
+        asked = [[self.given(name) for name in names] for names in EXCLUSIVE]
+        settings = [(name, self.named(name, value)) for name, value in self.gen]
+        settings += [(setting, self.given(name)) for name, setting in ASKS_FOR.items()]
+        asked += [[what for name, what in settings if name == each] for each in dict(settings)]
+        for rivals in asked:
+            if len(rivals := list(filter(None, rivals))) > 1:
                 raise InputError(f"{' and '.join(rivals)} contradict each other (accepted: one of them)")
-        if self.ray is not None and self.workers is None:
-            raise InputError(f"{self.given('ray')} needs {named('workers', 'N')}")
-        settings = self._check_settings()
-        check_several_outputs(self, settings.get("num_return_sequences") or 1)
-        shortest = settings.get("min_length") or 0
+
+    def _check_settings(self) -> None:
+        """Raises InputError for settings of generate that cannot be set, or that have no effect."""
+        settings, from_file = dict(self.gen), self.generation_config or {}
+        asked = [(name, value, self.named(name, value)) for name, value in self.gen]
+        asked += [(name, value, f"{self.named('generation_config')}: {name}") for name, value in from_file.items()]
+        for name, value, what in asked:
+            if name in REFUSED_SETTINGS and value:
+                scores = f"{self.named('output_sequence_scores', True)}, {self.named('output_format', 'jsonl')}"
+                raise InputError(f"{what} cannot be set: a run asks generate for what it writes (for scores: {scores})")
+        for name in ("temperature", "top_k", "top_p"):
+            # Long recordings are sampled where one of several temperatures has to be taken.
+            samples = settings.get("do_sample", from_file.get("do_sample"))
+            if self.given(name) and not samples and not isinstance(settings[name], (list, tuple)):
+                raise InputError(f"{self.given(name)} has no effect without {self.named('do_sample')}")
+        self.check_outputs(settings.get("num_return_sequences") or 1)
         for name in ("max_length", "max_new_tokens"):
             # A causal LM's shortest length counts the prompt, so nothing can be said before the prompts are known.
             counts_alike = name == "max_length" or not self.causal_lm
-            if settings.get(name) is not None and shortest > settings[name] and counts_alike:
+            if counts_alike and (settings.get("min_length") or 0) > (settings.get(name) or math.inf):
                 raise InputError(f"{self.given('min_length')} is more than {self.given(name)}")
-        self._check_files()
-
-    def _check_settings(self) -> dict[str, Any]:
-        """Returns the settings of generate; raises InputError for those that contradict each other."""
-        set_here = self.settings()
-        first = [self.given(name) for name in ("forced_bos_token", "tgt_lang")]
-        set_here += [("forced_bos_token_id", 0, what) for what in first if what]
-        if self.src_lang is not None:
-            set_here.append(("language", self.src_lang, self.given("src_lang")))
-        from_file, where = self.generation_config or {}, self.named("generation_config")
-        for key, value, what in [*set_here, *((key, each, f"{where}: {key}") for key, each in from_file.items())]:
-            if key in REFUSED_SETTINGS and value:
-                scores = f"{self.named('output_sequence_scores', True)}, {self.named('output_format', 'jsonl')}"
-                raise InputError(f"{what} cannot be set: a run asks generate for what it writes (for scores: {scores})")
-        seen: dict[str, str] = {}
-        for key, _, what in set_here:
-            if key in seen:
-                raise InputError(f"{seen[key]} and {what} contradict each other (accepted: one of them)")
-            seen[key] = what
-        settings = dict(self.gen)
-        for name in ("temperature", "top_k", "top_p"):
-            fallbacks = isinstance(
-                settings.get(name), (list, tuple)
-            )  # of long recordings, which draw where they have to
-            if self.given(name) and not settings.get("do_sample", from_file.get("do_sample")) and not fallbacks:
-                raise InputError(f"{self.given(name)} has no effect without {self.named('do_sample')}")
-        return settings
 
     def _check_files(self) -> None:
         scored, score_path = self.given("reference_path") or self.given("reference_field"), self.given("score_path")
         references, field_of, in_format = map(self.named, ("reference_path", "reference_field", "input_format"))
-        of_records = [*map(self.given, ("text_field", "id_field"))]
-        of_records += [] if self.reference_path else [self.given("reference_field")]
-        is_text, has_field = not self.reads_records, self.reference_field is not None
-        mistakes = {
-            f"{score_path} needs {references} or {field_of}": score_path and not scored,
-            f"{scored} does not go with OUTPUT - (accepted: a file)": scored and self.output == STREAM,
-            f"{scored} holds JSON records (needs {field_of} NAME)": is_jsonl(self.reference_path or "")
-            and not has_field,
-            **{f"{what} needs {in_format} jsonl": what and is_text for what in of_records},
-            f"{self.given('join_outputs')} does not go with JSONL, which keeps outputs apart": self.join_outputs
-            and self.writes_records,
-            f"{self.given('output_format')} needs {in_format} jsonl or openai": self.output_format == "openai"
-            and is_text,
-        }
-        for message in (message for message, holds in mistakes.items() if holds):
-            raise InputError(message)
+        is_text, has_jsonl = not self.reads_records, is_jsonl(self.reference_path or "")
+        of_records = ["text_field", "id_field", *([] if self.reference_path else ["reference_field"])]
+        joined, written = self.given("join_outputs"), self.given("output_format")
+        mistakes = [
+            (self.ray and not self.workers, f"{self.given('ray')} needs {self.named('workers', 'N')}"),
+            (score_path and not scored, f"{score_path} needs {references} or {field_of}"),
+            (scored and self.output == STREAM, f"{scored} does not go with OUTPUT - (accepted: a file)"),
+            (has_jsonl and not self.reference_field, f"{scored} holds JSON records (needs {field_of} NAME)"),
+            *((is_text and what, f"{what} needs {in_format} jsonl") for what in map(self.given, of_records)),
+            (joined and self.writes_records, f"{joined} does not go with JSONL, which keeps outputs apart"),
+            (is_text and self.output_format == "openai", f"{written} needs {in_format} jsonl or openai"),
+        ]
+        for is_mistake, message in mistakes:
+            if is_mistake:
+                raise InputError(message)
 
 
 @cache
 def settings_of_run() -> tuple[Any, ...]:
     """Returns the fields of BatchConfig that are settings."""
     return tuple(each for each in fields(BatchConfig) if each.metadata)
-
-
-@cache
-def _defaults() -> dict[str, Any]:
-    return {each.name: [] if each.default is MISSING else each.default for each in settings_of_run()}
 
 
 def is_jsonl(path: str) -> bool:
@@ -288,9 +371,7 @@ def generation_fields() -> tuple[str, ...]:
     return tuple(dict.fromkeys(re.findall(r"self\.([a-z]\w*) = kwargs\.pop\(", source.read_text(encoding="utf-8"))))
 
 
-def check_several_outputs(args: BatchConfig, num_return_sequences: int) -> None:
-    """Raises InputError for several outputs on a line of text, unless that is asked for."""
-    if num_return_sequences > 1 and not args.join_outputs and not args.writes_records:
-        asked = args.named("num_return_sequences", num_return_sequences)
-        ways = f"{args.named('output_format', 'jsonl')}, or {args.named('join_outputs', True)} to join them with ####"
-        raise InputError(f"{asked} does not go with one line of text per input (accepted: {ways})")
+def _checked_setting(name: str, value: Any) -> Any:
+    """Returns the value of a setting of generate; a single value of one in CHECKS is checked."""
+    takes_list = isinstance(value, (list, tuple)) and (name.endswith("_token_id") or name == "temperature")
+    return CHECKS[name](value) if name in CHECKS and value is not None and not takes_list else value

@@ -17,7 +17,7 @@ import transformers
 from transformers.models.auto import modeling_auto as auto
 from transformers.utils import logging as library_logging
 
-from fastgen.batch.config import BatchConfig, check_several_outputs
+from fastgen.batch.config import BatchConfig
 from fastgen.batch.errors import InputError, reason
 from fastgen.batch.signature import misspelt, model_folder
 
@@ -175,7 +175,7 @@ def embedded_tokens(model: Any) -> int | None:
 def check_limits(loaded: Loaded) -> None:
     """Raises InputError for flags that this model cannot follow, whatever the input is."""
     args, config = loaded.args, loaded.model.config
-    check_several_outputs(args, loaded.value("num_return_sequences") or 1)
+    args.check_outputs(loaded.value("num_return_sequences") or 1)
     if loaded.reads is not None:
         _check_at_most(args, "max_tokenizer_length", args.max_tokenizer_length, positions(config, loaded.reads))
     here = dict(args.gen)

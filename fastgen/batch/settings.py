@@ -56,9 +56,10 @@ def set_generation(loaded: Loaded, prefixes: tuple[str, ...] = ()) -> None:
         elif value is not None and key not in METADATA:
             setattr(own, key, value)
     known |= {prefix + name for prefix in prefixes for name in known}
-    for key, _, flag in args.settings():
+    for key, value in args.gen:
         if key not in known:
-            raise InputError(f"{flag}: there is no such setting{did_you_mean(key, known, ACCEPTED)}")
+            what = args.named(key, value)
+            raise InputError(f"{what}: there is no such setting{did_you_mean(key, known, ACCEPTED)}")
     loaded.task_params = _task_params(loaded)
     settings = {name: value for name, value in loaded.task_params.items() if hasattr(own, name)}
     settings |= (given := dict(args.gen) | language_settings(loaded))
@@ -70,7 +71,7 @@ def set_generation(loaded: Loaded, prefixes: tuple[str, ...] = ()) -> None:
     if own.pad_token_id is None and settings.get("pad_token_id") is None:
         settings["pad_token_id"] = loaded.tokenizer.pad_token_id
     config = copy.deepcopy(own)
-    names = [what for *_, what in args.settings()]
+    names = [args.named(name, value) for name, value in args.gen]
     names += [args.named("generation_config")] * (args.generation_config is not None)
     asked = ", ".join(names) or "the settings of MODEL"
     try:

@@ -16,18 +16,10 @@ from functools import partial
 from typing import Any, NoReturn
 
 import fastgen
-from fastgen.batch.config import BatchConfig, generation_fields, settings_of_run
+from fastgen.batch.config import FASTSEQ_NAMES, OTHER_NAMES, BatchConfig, generation_fields, settings_of_run
 from fastgen.batch.errors import InputError, did_you_mean
 
 PROG = "fastgen-generate-for-transformers"
-# Names of Hugging Face, or of FastSeq, for what has another name here.
-ALIASES = {
-    "num_beams": "beam",
-    "max_length": "max_gen_length",
-    "min_length": "min_gen_length",
-    "batch_size": "bs",
-    "without_fastseq_opt": "without_fastgen_opt",
-}
 # Flags of FastSeq, and of earlier versions, that change nothing; how argparse reads them.
 IGNORED: dict[str, dict[str, Any]] = {
     "padding": {"nargs": "?"},
@@ -75,7 +67,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(everything: bool = False) -> argparse.ArgumentParser:
-    """The parser of all flags; `everything`: its help lists them all. What is not given is not in its result."""
+    """Returns the parser of all flags; what is not given is not in its result. everything: its help lists them all."""
     width = partial(argparse.RawDescriptionHelpFormatter, max_help_position=34 if everything else 26, width=80)
     parser = _Parser(
         PROG, usage="%(prog)s MODEL INPUT OUTPUT [flags]", description=HELP, epilog=EPILOG, formatter_class=width,
@@ -87,36 +79,36 @@ def build_parser(everything: bool = False) -> argparse.ArgumentParser:
     version = f"fastgen {fastgen.__version__}"
     parser.add_argument("--version", action="version", version=version, help="show the version")
     hidden: dict[str, Any] = {}
-    options: dict[str, Any]
     for each in settings_of_run():
         if each.name in GROUPS:
             group = parser.add_argument_group(GROUPS[each.name])
             hidden = {} if everything or each.name == "bs" else {"help": argparse.SUPPRESS}
         if each.name == "bs":
             for name, help in COMMON_SETTINGS.items():
-                options = {"type": partial(setting, name), "help": help, "metavar": "N"}
-                group.add_argument(f"--{ALIASES.get(name, name)}", dest="gen", action="append", **options)
+                _add_setting(group, name, help=help, metavar="N")
             const = ("do_sample", True)
             group.add_argument("--do_sample", dest="gen", action="append_const", const=const, help=SAMPLE)
+        options = {name: value for name, value in each.metadata.items() if name != "accepts"} | hidden
         if each.name in ("model", "input", "output"):
-            group.add_argument(each.name, metavar=each.name.upper(), help=each.metadata["help"])
+            group.add_argument(each.name, metavar=each.name.upper(), **options)
+        elif each.name == "gen":
+            group.add_argument("--gen", action="append", type=_key_value, **options)
+        elif each.default is False:
+            group.add_argument(f"--{each.name}", action="store_true", **options)
         else:
-            group.add_argument(f"--{each.name}", **_options(each) | hidden)
+            group.add_argument(f"--{each.name}", **options)
     for name in generation_fields():
         if name not in (*COMMON_SETTINGS, "do_sample"):
-            options = {"nargs": "?", "const": "true", "help": argparse.SUPPRESS}
-            parser.add_argument(f"--{name}", dest="gen", action="append", type=partial(setting, name), **options)
+            _add_setting(parser, name, nargs="?", const="true", help=argparse.SUPPRESS)
     for name, options in IGNORED.items():
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS, **options)
     return parser
 
 
-def _options(each: Any) -> dict[str, Any]:
-    """How argparse reads the flag of a setting of BatchConfig, which checks the value."""
-    options = {name: value for name, value in each.metadata.items() if name != "accepts"}
-    if each.default is False:
-        return options | {"action": "store_true"}
-    return options | ({"action": "append", "type": _key_value} if each.name == "gen" else {})
+def _add_setting(group: argparse._ActionsContainer, name: str, **options: Any) -> None:
+    """Adds the flag of a setting of generate."""
+    flag = f"--{FASTSEQ_NAMES.get(name, name)}"
+    group.add_argument(flag, dest="gen", action="append", type=partial(setting, name), **options)
 
 
 def setting(name: str, text: str) -> tuple[str, Any]:
@@ -137,12 +129,11 @@ def _key_value(text: str) -> tuple[str, Any]:
 
 def as_flag(name: str, value: Any = None) -> str:
     """Returns a setting as it is written on the command line."""
-    flag, is_switch = f"--{ALIASES.get(name, name)}", value is None or value is True
-    if name in {each.name for each in settings_of_run()}:
-        return flag if is_switch else f"{flag} {value}"
-    if name not in generation_fields():
+    is_of_run = name in {each.name for each in settings_of_run()}
+    if not is_of_run and name not in generation_fields():
         return f"--gen {name}" if value is None else f"--gen {name}={value}"
-    return flag if value is None else f"{flag} {value}"
+    flag = f"--{FASTSEQ_NAMES.get(name, name)}"
+    return flag if value is None or (is_of_run and value is True) else f"{flag} {value}"
 
 
 def parse_arguments(argv: Sequence[str]) -> BatchConfig:
@@ -155,9 +146,11 @@ def parse_arguments(argv: Sequence[str]) -> BatchConfig:
         name, equals, value = word.partition("=")
         if name.startswith("--"):
             name = name[2:].replace("-", "_")
-            name = ALIASES.get(name, name)
+            name = OTHER_NAMES.get(name, name)
+            name = FASTSEQ_NAMES.get(name, name)
             if name not in known:
-                raise InputError(f"--{name} is not known{did_you_mean(name, [*known, *ALIASES], 'see --help', '--')}")
+                hint = did_you_mean(name, [*known, *FASTSEQ_NAMES, *OTHER_NAMES], "see --help", "--")
+                raise InputError(f"--{name} is not known{hint}")
             word = f"--{name}{equals}{value}"
         words.append(word)
     settings = vars(parser.parse_args([*words, *argv[end:]]))

@@ -220,7 +220,7 @@ class TextTask(Task):
         loaded, args = self.loaded, self.args
         if args.prefix is None:
             self.args = loaded.args = replace(args, prefix=loaded.task_params.get("prefix") or "")
-        self.output = TextOutput.of(loaded, starts_with_token=self.reads == "encoder")
+        self.output = TextOutput.of(loaded)
 
 
 class CausalTask(TextTask):
@@ -310,13 +310,9 @@ class TranscribeTask(Task):
         if not config.is_encoder_decoder:
             needs = f"{config.model_type} needs a text beside the sound (accepted: Whisper, Moonshine, …)"
             raise InputError(f"MODEL {self.args.model}: {needs}")
-        is_whisper = config.model_type == "whisper"
-        if is_whisper and loaded.value("return_timestamps"):
+        if config.model_type == "whisper" and loaded.value("return_timestamps"):
             loaded.settings["return_segments"] = True
-        # Whisper's generate leaves out the tokens that it was given, and the end. If it returns scores, it returns but
-        # the last of its passes over a sound.
-        marks = not is_whisper
-        self.output = TextOutput.of(loaded, starts_with_token=marks, ends_with_token=marks, has_scores=marks)
+        self.output = TextOutput.of(loaded)
 
     def settings_of(self, item: Item) -> dict[str, Any]:  # in a group are what is longer than Whisper hears at once
         return {"return_timestamps": True, "return_segments": True} if item.group else {}

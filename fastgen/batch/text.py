@@ -1,12 +1,15 @@
 """Text in and text out: lines of INPUT through the tokenizer, and what was generated back to text.
 
-What is wrong with a line is that line's error and stops no other.
+What is wrong with a line is that line's error and stops no other. Requests of OpenAI's batch format that ask for the
+same share batches. One that samples beams with a seed of its own has a batch to itself: what is drawn for a beam
+depends on the rows beside it.
 
-Tests: tests/batch/test_text.py, tests/batch/test_records.py
+Tests: tests/batch/test_text.py, tests/batch/test_records.py, tests/batch/test_openai.py
 """
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,22 +20,26 @@ import transformers
 from fastgen.batch import records
 from fastgen.batch.config import BatchConfig
 from fastgen.batch.files import Line
-from fastgen.batch.model import Loaded, embedded_tokens, lengths_of_inputs
-from fastgen.batch.openai import Bodies, before_stop, stop_strings
+from fastgen.batch.model import Loaded, embedded_tokens, input_limit, lengths_of_inputs, positions
 from fastgen.batch.planner import GeneratedBatch, Item
-from fastgen.batch.settings import token_ids
+from fastgen.batch.settings import draws_by_row, token_ids
 
-TOKENIZER_RAISES = "cannot be tokenized"
-DECODER_RAISES = "what was generated cannot be decoded"
 # A tokenizer needs some 250 bytes of memory for each character. Texts with more characters than these for each token
 # that they may have are white space, or words that it does not know, and shorter ones than this cost little.
 CHARACTERS_PER_TOKEN = 16
 SHORTEST_LONG_TEXT = 1 << 18
-# Where nothing says how many tokens there may be.
-TOKENS_WITHOUT_LIMIT = 1 << 16
-CHAT_IS_NOT_TRUNCATED = "; a conversation is not truncated, its end is where the answer begins"
-# What brings the scores of beams.
-SCORES = {"output_scores": True, "return_dict_in_generate": True}
+TOKENS_WITHOUT_LIMIT = 1 << 16  # if nothing says how many tokens there may be
+TOKENIZER_RAISES = "cannot be tokenized"
+ANY = sys.float_info.max
+# Numbers in a body: the library's name of the setting, its type, the least and the most, and how a message says that.
+NUMBERS: dict[str, tuple[str, type[int] | type[float], float, float, str]] = {
+    "max_tokens": ("max_new_tokens", int, 1, ANY, "a whole number, 1 or more"),
+    "max_completion_tokens": ("max_new_tokens", int, 1, ANY, "a whole number, 1 or more"),
+    "temperature": ("temperature", float, 0, ANY, "a number, 0 or more"),
+    "top_p": ("top_p", float, 0, 1, "a number from 0 to 1"),
+    "n": ("num_return_sequences", int, 1, 128, "1 to 128"),  # OpenAI's limit
+    "seed": ("seed", int, -(1 << 63), (1 << 63) - 1, "a whole number of 64 bits"),
+}
 
 
 class TextInput:
@@ -55,56 +62,69 @@ class TextInput:
         bodies: Bodies | None = None,
     ) -> None:
         self._tokenizer, self._args, self._bodies, self._embedded = tokenizer, args, bodies, embedded_tokens
-        limits = [] if most is None else [most]
+        self._truncate_to, self._most = truncate_to, most
         # Truncating is asked for by a length; without one the full length is wanted, to compare it with the limit.
         self._options: dict[str, Any] = {}
-        if truncate_to is None:
-            hint = f"; {args.named('truncation', True)} truncates" if self.truncates else ""
-            limits = [(number, why + hint) for number, why in limits]
-        elif self.truncates:
+        if truncate_to is not None and self.truncates:
             self._options = {"truncation": True, "max_length": truncate_to}
-        else:
-            limits.append((truncate_to, args.named("max_tokenizer_length") + CHAT_IS_NOT_TRUNCATED))
+        elif truncate_to is not None:
+            why = f"{args.named('max_tokenizer_length')}; a conversation is not truncated, its end is where the answer"
+            self._most = min(filter(None, (most, (truncate_to, f"{why} begins"))))
+        elif most is not None and self.truncates:
+            self._most = most[0], f"{most[1]}; {args.named('truncation', True)} truncates"
         if isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
             # The first call with these settings writes them into the tokenizer, which must not be in use then:
             # tokenizers before 0.23 raise "Already borrowed" where another thread is in the middle of a call.
             tokenizer([""], verbose=False, **self._options)
-        self._truncate_to, self._most = truncate_to, min(limits, default=None)
-        # Where the end of a text is kept, its beginning says nothing.
-        self._cuts = bool(self._options) and tokenizer.truncation_side == "right"
-        tokens = min(
-            (each for each in (truncate_to, most and most[0]) if each is not None), default=TOKENS_WITHOUT_LIMIT
-        )
-        self.characters = max(SHORTEST_LONG_TEXT, CHARACTERS_PER_TOKEN * tokens)  # no tokenizer is given a longer text
+        tokens = [number for number in (truncate_to, most and most[0]) if number is not None]
+        # No tokenizer is given a longer text.
+        self.characters = max(SHORTEST_LONG_TEXT, CHARACTERS_PER_TOKEN * min(tokens, default=TOKENS_WITHOUT_LIMIT))
         # How much of a line is read. Text of which this is not all has more characters in it than that, for a byte
         # order mark, and a character that is cut, do not count.
-        self.line_bytes = 4 * (self.characters + 2)
-        if args.reads_records:
-            self.line_bytes = max(self.line_bytes, records.LONGEST_RECORD)
+        self.line_bytes = max(4 * (self.characters + 2), records.LONGEST_RECORD if args.reads_records else 0)
         self.unused: set[str] = set() if bodies is None else bodies.unused
 
+    @classmethod
+    def of(cls, loaded: Loaded) -> TextInput:
+        """Returns the input for a model."""
+        limits = *lengths_of_inputs(loaded), embedded_tokens(loaded.model)
+        bodies = Bodies(loaded) if loaded.args.input_format == "openai" else None
+        return cls(loaded.tokenizer, loaded.args, *limits, bodies)
+
     def prepare(self, lines: list[Line]) -> list[Item]:
-        """An item for each line."""
+        """Returns an item for each line."""
         taken: list[tuple[Item, Any]] = []
 
-        def take(item: Item, found: Any) -> None:
+        def take(item: Item, content: Any) -> None:
             if self._bodies is not None:
                 item.group, item.seed = self._bodies.settings(item.line)
-            contents = [found] if isinstance(found, str) else [message["content"] for message in found]
-            if sum(map(len, contents)) > self.characters:
-                self._fill(item, self._encode_long(found))
+            texts = [content] if isinstance(content, str) else [message["content"] for message in content]
+            if sum(map(len, texts)) > self.characters:
+                self._fill(item, self._encode_long(content))
             else:
-                taken.append((item, found))
+                taken.append((item, content))
 
         items = records.items_of(lines, self._args, take)
-        encoded = records.each_or_error(self._encode, [found for _, found in taken], TOKENIZER_RAISES)
+        encoded = records.each_or_error(self._encode, [content for _, content in taken], TOKENIZER_RAISES)
         for (item, _), ids in zip(taken, encoded, strict=True):
             self._fill(item, ids)
         return items
 
     def _encode(self, inputs: list[Any]) -> list[list[int]]:
-        """Token ids of several inputs."""
         return self._tokenizer(inputs, verbose=False, **self._options)["input_ids"]
+
+    def _encode_long(self, text: Any) -> list[int] | str:
+        """Returns the tokens that a text is truncated to, of its beginning; why not if half of that has other ones."""
+        why = f"has more than {self.characters} characters"
+        # If the end of a text is kept, its beginning says nothing.
+        if not self._options or self._tokenizer.truncation_side != "right":
+            ways = f" ({self._args.named('max_tokenizer_length')} N truncates to N tokens)"
+            return f"{why}, the most that are tokenized{ways if self._truncate_to is None else ''}"
+        parts = [text[: self.characters // 2]], [text[: self.characters]]
+        half, ids = (records.each_or_error(self._encode, part, TOKENIZER_RAISES)[0] for part in parts)
+        if isinstance(ids, str) or (half == ids and len(ids) == self._truncate_to):
+            return ids
+        return f"{why}, and half of these do not come to its first {self._truncate_to} tokens"
 
     def _fill(self, item: Item, ids: list[int] | str) -> None:
         known, most = self._embedded, self._most
@@ -120,31 +140,9 @@ class TextInput:
             item.arrays, item.length = {"input_ids": np.array(ids, np.int64)}, len(ids)
 
     def collate(self, items: list[Item]) -> dict[str, torch.Tensor]:
-        """input_ids [B, N], padded, with the attention_mask that tells them from padding."""
+        """Returns input_ids [B, N], padded, with the attention_mask that tells them from padding."""
         rows = [item.arrays["input_ids"] for item in items if item.arrays is not None]
         return pad_text(rows, self._tokenizer.pad_token_id, self._tokenizer.padding_side == "left")
-
-    def _encode_long(self, text: Any) -> list[int] | str:
-        """The tokens that a text is truncated to, of its beginning, where half of that comes to the same ones."""
-        most, tokens = self.characters, self._truncate_to
-        why = f"has more than {most} characters"
-        if not self._cuts:
-            ways = f" ({self._args.named('max_tokenizer_length')} N truncates to N tokens)"
-            hint = ways if tokens is None else ""
-            return f"{why}, the most that are tokenized{hint}"
-        half, ids = (
-            records.each_or_error(self._encode, [text[:size]], TOKENIZER_RAISES)[0] for size in (most // 2, most)
-        )
-        if isinstance(ids, str) or (half == ids and len(ids) == tokens):
-            return ids
-        return f"{why}, and half of these do not come to its first {tokens} tokens"
-
-    @classmethod
-    def of(cls, loaded: Loaded) -> TextInput:
-        """Returns the input for a model, with the prefix of its task unless there is another."""
-        limits = *lengths_of_inputs(loaded), embedded_tokens(loaded.model)
-        bodies = Bodies(loaded) if loaded.args.input_format == "openai" else None
-        return cls(loaded.tokenizer, loaded.args, *limits, bodies)
 
 
 class ChatInput(TextInput):
@@ -169,6 +167,70 @@ def pad_text(rows: list[np.ndarray], pad_token_id: int, left: bool) -> dict[str,
     return {"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(attention_mask)}
 
 
+class Bodies:
+    """Reads bodies of requests; threads may share it. unused: names in them that change nothing."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._loaded = loaded
+        self.unused: set[str] = set()
+
+    def settings(self, line: Line) -> tuple[list[list[Any]] | None, tuple[int, int] | None]:
+        """Returns names and values of settings of generate, sorted, and the seed; raises RecordError for bad ones."""
+        body = records.parse(records.decode(line))["body"]
+        self.unused.update(name for name in body if name not in ("model", "messages", "stop", *NUMBERS))
+        settings: dict[str, Any] = {}
+        for name, (setting, kind, least, most, accepted) in NUMBERS.items():
+            if (value := body.get(name)) is not None:
+                is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                if not is_number or not least <= value <= most or kind(value) != value:
+                    raise _refused(name, value, accepted)
+                settings[setting] = kind(value)
+        if (stops := body.get("stop")) is not None and stops != []:
+            settings["stop_strings"] = [stops] if isinstance(stops, str) else stops
+            if not isinstance(stops, (str, list)) or not all(
+                isinstance(each, str) and each for each in settings["stop_strings"]
+            ):
+                raise _refused("stop", stops, "strings with text")
+        if "temperature" in settings:
+            settings |= {"do_sample": settings["temperature"] > 0, "temperature": settings["temperature"] or 1.0}
+        self._check(settings)
+        seed_of_line, seed = None, settings.pop("seed", None)
+        if seed is not None and draws_by_row(self._loaded, settings):
+            seed_of_line = seed % (1 << 64), 0
+        elif seed is not None and self._samples(settings):
+            settings["seed"] = [seed, line.number]
+        return [list(each) for each in sorted(settings.items())] or None, seed_of_line
+
+    def input_limit(self, settings: list[list[Any]] | None) -> tuple[int, str] | None:
+        """Returns the most tokens that a prompt with these settings may have, and what sets the number."""
+        max_new_tokens = dict(settings or ()).get("max_new_tokens")
+        return None if max_new_tokens is None else input_limit(self._loaded, max_new_tokens)
+
+    def _samples(self, settings: dict[str, Any]) -> bool:
+        return bool(settings.get("do_sample", self._loaded.value("do_sample")))
+
+    def _check(self, settings: dict[str, Any]) -> None:
+        """Raises RecordError for numbers of tokens and of outputs that this model, or this run, cannot give."""
+        loaded, args = self._loaded, self._loaded.args
+        number, max_new_tokens = positions(loaded.model.config, "decoder"), settings.get("max_new_tokens", 0)
+        if number is not None and max_new_tokens >= number:
+            raise _refused("max_tokens", max_new_tokens, f"up to {number - 1}, of MODEL's {number} positions")
+        outputs, beams = settings.get("num_return_sequences", 1), loaded.value("num_beams") or 1
+        if beams > 1 and outputs > beams:
+            raise _refused("n", outputs, f"up to {beams}, the beams of the run")
+        if beams == 1 and outputs > 1 and not self._samples(settings):
+            raise _refused("n", outputs, '1, or a "temperature" above 0')
+        if outputs > 1 and not (args.writes_records or args.join_outputs):
+            ways = f"{args.named('output_format', 'openai')}, or {args.named('join_outputs', True)}"
+            raise _refused("n", outputs, f"1 for text; others with {ways}")
+
+
+def _refused(name: str, value: Any, accepted: str) -> records.RecordError:
+    what = records.kind(value)
+    what = records.quoted(value) if what == "a number" else what
+    return records.RecordError(f'has {what} as "{name}" of its body (accepted: {accepted})')
+
+
 class TextOutput:
     """Turns token ids into texts with their scores and numbers of tokens; threads may share it.
 
@@ -185,18 +247,17 @@ class TextOutput:
         self._eos, self._pad, self._start = eos_token_ids, pad_token_id, start_tokens
 
     @staticmethod
-    def of(
-        loaded: Loaded, starts_with_token: bool, ends_with_token: bool = True, has_scores: bool = True
-    ) -> TextOutput:
-        """Returns the output for a model, whose generate is asked for the scores of beams if OUTPUT has them.
-
-        starts_with_token, ends_with_token: sequences begin with a token given to the decoder, end with one for the end.
-        """
-        args, eos = loaded.args, token_ids(loaded.value("eos_token_id")) if ends_with_token else []
-        scored = has_scores and (args.output_sequence_scores or args.writes_records)
-        if scored and (loaded.value("num_beams") or 1) > 1:
-            loaded.settings |= SCORES
-        return TextOutput(loaded.tokenizer, args, eos, loaded.value("pad_token_id"), int(starts_with_token))
+    def of(loaded: Loaded) -> TextOutput:
+        """Returns the output for a model, whose generate is asked for the scores of beams if OUTPUT has them."""
+        args, eos, start = loaded.args, token_ids(loaded.value("eos_token_id")), int(loaded.reads != "decoder")
+        # Whisper's generate leaves out the tokens that it was given, and the end. If it returns scores, it returns but
+        # the last of its passes over a sound.
+        is_whisper = loaded.reads is None and loaded.model.config.model_type == "whisper"
+        is_scored = args.output_sequence_scores or args.writes_records
+        if is_scored and not is_whisper and (loaded.value("num_beams") or 1) > 1:
+            loaded.settings |= {"output_scores": True, "return_dict_in_generate": True}
+        eos, start = ([], 0) if is_whisper else (eos, start)
+        return TextOutput(loaded.tokenizer, args, eos, loaded.value("pad_token_id"), start)
 
     def finish(self, generated: GeneratedBatch) -> float:
         """Fills the items' outputs, and an error where what was generated cannot be decoded; returns the tokens."""
@@ -208,33 +269,33 @@ class TextOutput:
             tokens = np.array([sum(len(part[2]) for part in output) for output in generated.segments])
         each = len(sequences) // len(generated.items)  # R outputs of every item
         by_item = sequences.reshape(len(generated.items), each, *sequences.shape[1:])
-        texts = records.each_or_error(self._texts, by_item, DECODER_RAISES)
-        for index, (item, found) in enumerate(zip(generated.items, texts, strict=True)):
-            if isinstance(found, str):
-                item.error = found
+        decoded = records.each_or_error(self._texts, by_item, "what was generated cannot be decoded")
+        for index, (item, texts) in enumerate(zip(generated.items, decoded, strict=True)):
+            if isinstance(texts, str):
+                item.error = texts
                 continue
-            stops = stop_strings(item)
-            for row, text in enumerate(found, start=index * each):
-                if stops:
-                    text, stopped = self._until(stops, text, sequences[row])
-                    ended[row] |= stopped
+            stops = dict(item.group).get("stop_strings") if isinstance(item.group, list) else None
+            for row, text in enumerate(texts, start=index * each):
                 output: dict[str, Any] = {"text": text}
+                if stops:
+                    output["text"], stopped = self._until(stops, text, sequences[row])
+                    ended[row] |= stopped
                 if generated.scores is not None:
                     output["score"] = generated.scores[row]
                 if generated.segments is not None:
-                    output["segments"] = [self._segment(*part) for part in generated.segments[row]]
+                    output["segments"] = [
+                        {"start": start, "end": end, "text": self._decode([ids])[0]}
+                        for start, end, ids in generated.segments[row]
+                    ]
                 item.outputs.append(output | {"tokens": int(tokens[row]), "ended": bool(ended[row])})
         return int(tokens.sum())
 
     def _until(self, stops: list[str], text: str, sequence: np.ndarray) -> tuple[str, bool]:
-        """The text before the first of these strings, and whether one is there, or a special token; sequence: [T]."""
-        if (before := before_stop(text, stops)) is not None:
-            return before, True
+        """Returns the text before the first stop string, and if one is there, or is a special token; sequence: [T]."""
+        if places := [place for place in map(text.find, stops) if place >= 0]:
+            return text[: min(places)], True
         whole = self._decode(sequence[None, self._start :], skip_special_tokens=False)[0]
-        return text, before_stop(whole, stops) is not None
-
-    def _segment(self, start: float, end: float, tokens: list[int]) -> dict[str, Any]:
-        return {"start": start, "end": end, "text": self._decode([tokens])[0]}
+        return text, any(stop in whole for stop in stops)
 
     def _texts(self, sequences: np.ndarray) -> list[list[str]]:
         """Returns the texts of every item; sequences: [B, R, T]."""

@@ -23,7 +23,7 @@ from fastgen.batch.pipeline import Pipeline, Prefetcher, SplitOnOOM
 from fastgen.batch.planner import Item
 from fastgen.batch.progress import Stop
 from fastgen.batch.records import fields_of
-from fastgen.batch.task import Task, task_for
+from fastgen.batch.task import task_for
 
 # Flags that say where the command reads and writes.
 OF_FILES = (
@@ -32,24 +32,22 @@ OF_FILES = (
     *("input_format", "output_format", "id_field", "join_outputs", "output_sequence_scores", "generation_config"),
 )
 
-Kind = str | list["Kind"] | dict[str, "Kind"]  # Arrow's name of a type; [what a list has]; the fields of a struct
-
 
 class Column(list[Any]):
     """A column of records, to Arrow of one type whatever is in it: in a batch that fails all outputs are empty lists.
 
-    An engine takes the types of all batches from the first.
+    An engine takes the types of all batches from the first. example: a value with all that a value may have.
     """
 
-    def __init__(self, values: Iterable[Any], kind: Kind) -> None:
+    def __init__(self, values: Iterable[Any], example: Any) -> None:
         super().__init__(values)
-        self.kind = kind
+        self.example = example
 
     def __arrow_array__(self, type: Any = None) -> Any:
-        """The column for pyarrow, which asks for it by this name."""
+        """Returns the column for pyarrow, which asks for it by this name."""
         import pyarrow
 
-        return pyarrow.array(list(self), type or _arrow_type(self.kind))
+        return pyarrow.array(list(self), type or pyarrow.infer_type([self.example]))
 
 
 class TextGenerator:
@@ -76,23 +74,30 @@ class TextGenerator:
         self._task.load(loaded)
 
     def __call__(self, inputs: Sequence[Any] | Mapping[str, Sequence[Any]]) -> Any:
-        """A record for each input, in order: {"input_tokens": 5, "outputs": [{"text": …, "tokens": 7}]}, or an "error".
+        """Returns a record for each input, in order.
 
-        inputs: texts, lists of messages with chat=True, or paths of audio files, strings or Path objects; anything else
-        is that input's error. Columns, as `datasets.map` (batched) and Ray Data's `map_batches` pass them, come back
-        with these as further ones; `text_field` names the inputs.
+        These are {"input_tokens": 5, "outputs": [{"text": …, "tokens": 7}]}, or have an "error". inputs: texts, lists
+        of messages with chat=True, or paths of audio files, strings or Path objects; anything else is that input's
+        error. Columns, as `datasets.map` (batched) and Ray Data's `map_batches` pass them, come back with these as
+        further ones; `text_field` names the inputs.
         """
         if not isinstance(inputs, Mapping):
             return list(self.iterate(inputs))
         if self._text_field not in inputs:
             raise InputError(f"text_field={self._text_field!r} is no column (accepted: {', '.join(inputs)})")
         records = list(self.iterate(inputs[self._text_field]))
-        kinds: dict[str, Kind] = {"input_tokens": "int64", "outputs": [_kind_of_output(self._task)], "error": "string"}
-        added = {name: Column((record.get(name) for record in records), kind) for name, kind in kinds.items()}
+        loaded = self._task.loaded
+        output: dict[str, Any] = {"text": "", "tokens": 0}
+        if loaded.settings.get("output_scores"):
+            output["score"] = 0.0
+        if loaded.model.config.model_type == "whisper":  # short recordings have none
+            output["segments"] = [{"start": 0.0, "end": 0.0, "text": ""}]
+        examples = {"input_tokens": 0, "outputs": [output], "error": ""}
+        added = {name: Column((record.get(name) for record in records), each) for name, each in examples.items()}
         return {**inputs, **added}
 
     def iterate(self, inputs: Iterable[Any]) -> Iterator[dict[str, Any]]:
-        """The records of `inputs` in order, while later ones are read and generated for; memory stays flat."""
+        """Yields the records of `inputs` in order, while later ones are read and generated for; memory stays flat."""
         if isinstance(inputs, (str, bytes)):
             raise TypeError("inputs is one text (accepted: a list of texts, of lists of messages, or of paths)")
         args = self._task.args
@@ -104,12 +109,6 @@ class TextGenerator:
             copies = [copy for item in items for copy in item.copies]
             records.update((item.line.number, fields_of(item)) for item in items + copies)
 
-        def ready() -> Iterator[dict[str, Any]]:
-            nonlocal number
-            while number in records:
-                yield records.pop(number)
-                number += 1
-
         generate = SplitOnOOM(self._task, lambda said: None, args.seed)
         pipeline = Pipeline(self._task, generate, write, Stop(), gives_up=False)
         chunks = _chunks(inputs, self._task.lines_at_once, takes_paths=self._task.reads is None)
@@ -117,15 +116,15 @@ class TextGenerator:
         try:
             stock = fastgen.disabled if args.without_fastgen_opt else nullcontext
             batches = pipeline.run(iter(prefetcher))
-            goes_on = True
-            while goes_on:
-                if prefetcher.is_waiting:
-                    pipeline.wait()
-                yield from ready()
+            is_over = False
+            while not is_over:
                 with stock():
-                    goes_on = next(batches, pipeline) is None
-            pipeline.wait()
-            yield from ready()
+                    is_over = next(batches, pipeline) is pipeline
+                if is_over or prefetcher.is_waiting:
+                    pipeline.wait()
+                while number in records:
+                    yield records.pop(number)
+                    number += 1
         finally:
             prefetcher.stop()
             pipeline.kill()
@@ -154,21 +153,3 @@ def _chunks(inputs: Iterable[Any], size: int, takes_paths: bool = True) -> Itera
     while chunk := list(islice(numbered, size)):
         paths = [os.fspath(value) if takes_paths and isinstance(value, os.PathLike) else value for _, value in chunk]
         yield [Line(number, value=value) for (number, _), value in zip(chunk, paths)]
-
-
-def _kind_of_output(task: Task) -> Kind:
-    """The type of an output in the task's records. A field that it lacks, as short recordings do, is null."""
-    scores: dict[str, Kind] = {"score": "float64"} if task.loaded.settings.get("output_scores") else {}
-    segment: Kind = {"start": "float64", "end": "float64", "text": "string"}
-    segments: dict[str, Kind] = {"segments": [segment]} if task.loaded.model.config.model_type == "whisper" else {}
-    return {"text": "string", **scores, **segments, "tokens": "int64"}
-
-
-def _arrow_type(kind: Kind) -> Any:
-    import pyarrow
-
-    if isinstance(kind, list):
-        return pyarrow.list_(_arrow_type(kind[0]))
-    if isinstance(kind, dict):
-        return pyarrow.struct([(name, _arrow_type(each)) for name, each in kind.items()])
-    return pyarrow.type_for_alias(kind)

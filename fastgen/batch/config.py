@@ -26,6 +26,7 @@ AUDIO_OUT = ("text-to-speech", "speech-to-speech")  # OUTPUT names audio files
 # That fastgen knows, whatever MODEL has settings for.
 TASKS = ("automatic-speech-recognition", "speech-to-text", *AUDIO_OUT, "translation")
 FORMATS = ("text", "jsonl", "openai")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Of these only one is accepted at a time.
 EXCLUSIVE = (
     *(("dtype", "fp16", "bf16"), ("truncation", "no_truncation"), ("max_length", "max_new_tokens")),
@@ -49,6 +50,8 @@ REFUSED_SETTINGS = (
 
 # Counts, lengths, token ids and seeds all fit; what is beyond would overflow inside torch.
 LARGEST_NUMBER = 2**31 - 1
+UNSET = {"-1": None}  # FastSeq's number for "not given"
+AUTO = {"auto": "auto"}
 
 Check = Callable[[Any], Any]  # returns the value that a setting means, or raises BadValue
 
@@ -68,10 +71,6 @@ def _number(convert: Callable[[Any], Any], accepted: str, fits: Callable[[Any], 
         return number
 
     return check
-
-
-UNSET = {"-1": None}  # FastSeq's number for "not given"
-AUTO = {"auto": "auto"}
 
 
 def whole(minimum: int, words: dict[str, Any] | None = None) -> Check:
@@ -160,6 +159,14 @@ def _switch(help: str) -> Any:
     return _setting(help, False, accepts=flag)
 
 
+def _number_of(help: str, least: int = 1, default: Any = None, words: dict[str, Any] | None = None) -> Any:
+    return _setting(help, default, accepts=whole(least, words), metavar="N")
+
+
+def _choice(help: str, metavar: str, *values: str) -> Any:
+    return _setting(help, accepts=one_of(*values), metavar=metavar)
+
+
 @dataclass(frozen=True)
 class BatchConfig:
     """The settings of a run: the command's flags by name, which docs/commands.md describes.
@@ -173,43 +180,33 @@ class BatchConfig:
     input: str = _setting("text, an input per line, or JSON records (.jsonl); - stdin", STREAM)
     output: str = _setting("file to write, JSON records for a .jsonl; - stdout", STREAM)
 
-    bs: int | None = _setting("most inputs per batch (or --batch_size)", accepts=whole(1), metavar="N")
+    bs: int | None = _number_of("most inputs per batch (or --batch_size)")
     causal_lm: bool = _switch("MODEL is a decoder-only model (GPT-2, Llama, …)")
     chat: bool = _switch("lines are messages of a user, or lists of messages")
     task: str | None = _setting("speech-to-text, text-to-speech, translation, …", metavar="NAME")
     device: str | None = _setting("cpu, cuda, cuda:1, … (default: cuda if there is one)", metavar="NAME")
-    workers: Any = _setting("processes with a model each, or auto (needs ray)", accepts=whole(1, AUTO), metavar="N")
+    workers: Any = _number_of("processes with a model each, or auto (needs ray)", words=AUTO)
     resume: bool = _switch("go on with the run that left OUTPUT.part")
     overwrite: bool = _switch("replace OUTPUT or --score_path that is there")
     retry_failed: bool = _switch("only the lines of OUTPUT that failed, in place")
     quiet: bool = _switch("no progress on stderr, only what went wrong")
 
-    seed: int | None = _setting(
-        "seed of the samples (default: drawn, and kept for --resume)", accepts=whole(0), metavar="N"
-    )
+    seed: int | None = _number_of("seed of the samples (default: drawn, and kept for --resume)", 0)
     forced_bos_token: str | None = _setting("token that every output starts with, as text", metavar="TOKEN")
     generation_config: dict[str, Any] | None = _setting(
         "generation settings as JSON; flags win over them", accepts=json_object, metavar="FILE"
     )
     gen: list[tuple[str, Any]] = _setting("any setting of generate; may be repeated", [], metavar="KEY=VALUE")
 
-    dtype: str | None = _setting(
-        "auto (as saved), float32, bfloat16 or float16",
-        accepts=one_of("auto", "float32", "bfloat16", "float16"),
-        metavar="TYPE",
-    )
+    dtype: str | None = _choice("auto (as saved), float32, bfloat16 or float16", "TYPE", *DTYPES)
     fp16: bool = _switch("the same as --dtype float16")
     bf16: bool = _switch("the same as --dtype bfloat16")
     attn_implementation: str | None = _setting("eager, sdpa, … (default: the library's choice)", metavar="NAME")
-    device_map: str | None = _setting("auto: over all devices, by accelerate", accepts=one_of("auto"), metavar="MAP")
+    device_map: str | None = _choice("auto: over all devices, by accelerate", "MAP", "auto")
     without_fastgen_opt: bool = _switch("run the unchanged library")
 
-    input_format: str | None = _setting(
-        "text, jsonl or openai (default: by INPUT)", accepts=one_of(*FORMATS), metavar="FORMAT"
-    )
-    output_format: str | None = _setting(
-        "text, jsonl or openai (default: by OUTPUT, else as INPUT)", accepts=one_of(*FORMATS), metavar="FORMAT"
-    )
+    input_format: str | None = _choice("text, jsonl or openai (default: by INPUT)", "FORMAT", *FORMATS)
+    output_format: str | None = _choice("text, jsonl or openai (default: by OUTPUT, else as INPUT)", "FORMAT", *FORMATS)
     text_field: str = _setting('JSON field of the input (default: "text"); a.b is b of a', "text", metavar="NAME")
     id_field: str | None = _setting("JSON field that names a record in messages", metavar="NAME")
     join_outputs: bool = _switch("several outputs on one line of text, joined with ####")
@@ -219,29 +216,23 @@ class BatchConfig:
     system: str | None = _setting("system message before each chat", metavar="TEXT")
     src_lang: str | None = _setting("language of INPUT, as the model calls it", metavar="LANG")
     tgt_lang: str | None = _setting("language of OUTPUT, as the model calls it", metavar="LANG")
-    speaker_id: int | None = _setting("voice that speaks, from 0 on", accepts=whole(0), metavar="N")
-    max_tokenizer_length: int | None = _setting("truncate inputs to N tokens", accepts=whole(1), metavar="N")
+    speaker_id: int | None = _number_of("voice that speaks, from 0 on", 0)
+    max_tokenizer_length: int | None = _number_of("truncate inputs to N tokens")
     truncation: bool = _switch("truncate inputs to the model's limit")
     no_truncation: bool = _switch("truncate nothing: what is too long fails")
-    padding_side: str | None = _setting(
-        "left or right (default: MODEL's)", accepts=one_of("left", "right"), metavar="SIDE"
-    )
+    padding_side: str | None = _choice("left or right (default: MODEL's)", "SIDE", "left", "right")
     include_special_tokens: bool = _switch("keep special tokens such as </s> in the output")
     clean_up_tokenization_spaces: bool = _switch("remove spaces before punctuation")
 
-    batch_tokens: int | None = _setting(
-        "most tokens per batch, padding and beams counted", accepts=whole(1), metavar="N"
-    )
-    window: int | None = _setting(
-        "lines sorted by length together (default: 16 batches; 0: none)", accepts=whole(0), metavar="N"
-    )
-    preprocess_workers: int = _setting("threads that tokenise ahead (default: 1)", 1, accepts=whole(1), metavar="N")
-    postprocess_workers: int = _setting("threads that detokenise (default: 1)", 1, accepts=whole(1), metavar="N")
-    n_obs: int | None = _setting("only the first N lines (-1: all)", accepts=whole(1, UNSET), metavar="N")
+    batch_tokens: int | None = _number_of("most tokens per batch, padding and beams counted")
+    window: int | None = _number_of("lines sorted by length together (default: 16 batches; 0: none)", 0)
+    preprocess_workers: int = _number_of("threads that tokenise ahead (default: 1)", default=1)
+    postprocess_workers: int = _number_of("threads that detokenise (default: 1)", default=1)
+    n_obs: int | None = _number_of("only the first N lines (-1: all)", words=UNSET)
 
     ray: str | None = _setting("the cluster that --workers are on", nargs="?", const="auto", metavar="ADDRESS")
     verbose: bool = _switch("the speed of each worker")
-    num_shards: Any = _setting("divide INPUT into N runs, or auto", accepts=whole(1, AUTO), metavar="N")
+    num_shards: Any = _number_of("divide INPUT into N runs, or auto", words=AUTO)
     shard_id: Any = _setting("which of them this is, from 0 on, or auto", accepts=whole(0, AUTO), metavar="I")
     merge: bool = _switch("put all --num_shards together")
 

@@ -60,7 +60,7 @@ class AudioInput:
         arrays = [item.arrays for item in items if item.arrays is not None]
         if items[0].group != LONG:
             return dict(self._extractor.pad(arrays, padding=True, return_tensors="pt"))
-        longest = max(each["attention_mask"].shape[-1] for each in arrays)
+        longest = max(each["attention_mask"].size for each in arrays)
 
         def padded(array: np.ndarray) -> np.ndarray:
             return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, longest - array.shape[-1])])
@@ -71,16 +71,16 @@ class AudioInput:
         name = " ".join(path.splitlines())
         if item.line.cut:
             raise RecordError(f"has more than {len(item.line.raw)} bytes, and no path has so many")
-        at_once = getattr(self._extractor, "n_samples", None)
-        rate = self._extractor.sampling_rate
+        extractor = self._extractor
+        most = None if self._is_long_form else getattr(extractor, "n_samples", None)
         try:
-            samples = _read(Path(path), rate, None if self._is_long_form else at_once)
-            if self._is_long_form and len(samples) > self._extractor.n_samples:
+            samples = _read(Path(path), extractor.sampling_rate, most)
+            if self._is_long_form and len(samples) > extractor.n_samples:
                 item.group = LONG
-                item.arrays = _extract(self._extractor, samples, truncation=False, padding="longest")
+                item.arrays = _extract(extractor, samples, truncation=False, padding="longest")
                 item.arrays["attention_mask"] = np.ones(item.arrays["input_features"].shape[-1], np.int64)
             else:
-                item.arrays = _extract(self._extractor, samples)
+                item.arrays = _extract(extractor, samples)
         except RecordError as error:
             raise RecordError(f"{name}: {error}") from error
         except Exception as error:  # files of strangers, read by libraries that raise what they like

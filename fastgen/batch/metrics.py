@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from fastgen.batch.config import BatchConfig
@@ -21,23 +22,20 @@ ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 def references_of(args: BatchConfig, lines: int | None, counts_words: bool) -> list[str] | None:
     """Returns the references of --reference_path, or else of the records of INPUT; None if nothing is to be scored.
 
-    lines: of INPUT, None where it can be read only once. counts_words: whether there is a word error rate. Raises
-    InputError where there are no references for them, or where a package for the scores is missing, before anything is
-    generated.
+    lines: of INPUT, None if it can be read only once. counts_words: whether there is a word error rate. Raises
+    InputError if references, or a package for the scores, are missing.
     """
     if args.reference_path is None and args.reference_field is None:
         return None
     asked = args.given("reference_path") or args.given("reference_field")
     check_packages("rouge_score", "sacrebleu", *["jiwer"] * counts_words, needed_by=asked)
-    if args.reference_path is not None:
-        references = read_references(args.named("reference_path"), args.reference_path, args.reference_field)
-        if lines is not None:
-            _check_count(args, references, lines)
-    elif lines is not None:
-        references = read_references("INPUT", args.input, args.reference_field)
-    else:
+    if args.reference_path is None and lines is None:
         needs = f"needs INPUT to be a file, or {args.named('reference_path')}"
-        raise InputError(f"{args.given('reference_field')} {needs}, and {args.input} can be read only once")
+        raise InputError(f"{asked} {needs}, and {args.input} can be read only once")
+    flag = "INPUT" if args.reference_path is None else args.named("reference_path")
+    references = read_references(flag, args.reference_path or args.input, args.reference_field)
+    if lines is not None:
+        _check_count(args, references, lines)
     return references[: args.n_obs]
 
 
@@ -87,11 +85,9 @@ def score(outputs: list[str], references: list[str], transcripts: bool = False) 
     pairs = [pair for pair in zip(outputs, references, strict=True) if any(text.strip() for text in pair)]
     if not pairs:
         return {"lines": 0}
-    outputs, references = ([pair[side] for pair in pairs] for side in (0, 1))
+    outputs, references = map(list, zip(*pairs, strict=True))
     line_scores = [rouge.score(target=reference, prediction=output) for output, reference in pairs]
-    scores: dict[str, Any] = {
-        name: sum(line[name].fmeasure for line in line_scores) / len(pairs) for name in ROUGE_TYPES
-    }
+    scores: dict[str, Any] = {name: fmean(line[name].fmeasure for line in line_scores) for name in ROUGE_TYPES}
     for name, metric in (("bleu", BLEU()), ("chrf", CHRF())):
         scores[name] = metric.corpus_score(outputs, [references]).score
         scores[f"{name}_signature"] = str(metric.get_signature())  # complete only after something was scored

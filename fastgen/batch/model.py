@@ -176,16 +176,14 @@ def check_limits(loaded: Loaded) -> None:
     """Raises InputError for flags that this model cannot follow, whatever the input is."""
     args, config = loaded.args, loaded.model.config
     args.check_outputs(loaded.value("num_return_sequences") or 1)
-    if loaded.reads is not None:
-        _check_at_most(args, "max_tokenizer_length", args.max_tokenizer_length, positions(config, loaded.reads))
-    here = dict(args.gen)
+    limits = {name: positions(config, "decoder") for name in ("max_length", "max_new_tokens") if args.given(name)}
+    limits["max_tokenizer_length"] = None if loaded.reads is None else positions(config, loaded.reads)
     last_token = config.get_text_config(decoder=True).vocab_size - 1
-    for name, value in loaded.settings.items():
-        limit = last_token if name.endswith("_token_id") else None
-        if name in here and name in ("max_length", "max_new_tokens"):
-            limit = positions(config, "decoder")
+    for name, value in {"max_tokenizer_length": args.max_tokenizer_length, **loaded.settings}.items():
+        limit = last_token if name.endswith("_token_id") else limits.get(name)
         for each in value if isinstance(value, (list, tuple)) else [value]:
-            _check_at_most(args, name, each, limit)
+            if limit is not None and isinstance(each, int) and each > limit:
+                raise InputError(f"{args.named(name, each)} is more than MODEL allows (accepted: up to {limit})")
     threshold = loaded.value("no_speech_threshold")
     if threshold is not None and loaded.settings.get("logprob_threshold") is None:
         raise InputError(f"no_speech_threshold {threshold} needs a logprob_threshold (accepted: both)")
@@ -194,16 +192,8 @@ def check_limits(loaded: Loaded) -> None:
         raise InputError(f"no input fits: at most {most[0]} tokens are left for it ({most[1]})")
 
 
-def _check_at_most(args: BatchConfig, name: str, value: Any, limit: int | None) -> None:
-    if isinstance(value, int) and limit is not None and value > limit:
-        raise InputError(f"{args.named(name, value)} is more than MODEL allows (accepted: up to {limit})")
-
-
 def lengths_of_inputs(loaded: Loaded) -> tuple[int | None, tuple[int, str] | None]:
-    """To how many tokens inputs are truncated; and the most that they may have, with what a longer one's message says.
-
-    None where there is no such number.
-    """
+    """Returns to how many tokens inputs are truncated, and the most that they may have, as `input_limit` does."""
     args, limit = loaded.args, input_limit(loaded)
     asked = args.max_tokenizer_length
     if args.truncation:
@@ -214,7 +204,7 @@ def lengths_of_inputs(loaded: Loaded) -> tuple[int | None, tuple[int, str] | Non
 
 
 def input_limit(loaded: Loaded, new_tokens: int | None = None) -> tuple[int, str] | None:
-    """The most tokens that an input may have, and what sets this number; None where nothing does, and for speech.
+    """Returns the most tokens that an input may have, and what sets it; None if nothing does, and for speech.
 
     new_tokens: of a record that asks for so many.
     """
@@ -223,19 +213,16 @@ def input_limit(loaded: Loaded, new_tokens: int | None = None) -> tuple[int, str
         return None
     limits = []
     # --max_tokenizer_length stands in for the tokenizer's own limit.
-    if args.max_tokenizer_length is None and loaded.tokenizer.model_max_length < NO_LIMIT:
-        limits.append(
-            (loaded.tokenizer.model_max_length, f"MODEL's tokenizer; {args.named('max_tokenizer_length')} sets another")
-        )
-    number, continues = positions(loaded.model.config, loaded.reads), loaded.reads == "decoder"
+    if args.max_tokenizer_length is None and (own := loaded.tokenizer.model_max_length) < NO_LIMIT:
+        limits.append((own, f"MODEL's tokenizer; {args.named('max_tokenizer_length')} sets another"))
+    number, total = positions(loaded.model.config, loaded.reads), loaded.value("max_length")
     new_tokens = new_tokens or loaded.value("max_new_tokens")
-    total = loaded.value("max_length")
-    if number is not None and continues:
+    if loaded.reads == "encoder" and number is not None:
+        limits.append((number, "MODEL's positions"))
+    elif number is not None:
         following = new_tokens or 1
         limits.append((number - following, f"MODEL's {number} positions less {following} for generated tokens"))
-    elif number is not None:
-        limits.append((number, "MODEL's positions"))
-    if continues and new_tokens is None and total is not None:
+    if loaded.reads == "decoder" and new_tokens is None and total is not None:
         name = args.given("max_length") or f"max_length {total}"
         limits.append((total - 1, f"{name}, which counts the prompt"))
     return min(limits, default=None)

@@ -36,7 +36,7 @@ WIDE_MARKS = {
     "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
 }
 # JSON allows these inside strings, and some programs end a line at them.
-_LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+_LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
 class RecordError(Exception):
@@ -90,7 +90,7 @@ def decode(line: Line) -> str:
 
 
 def _wide_encoding(raw: bytes) -> str | None:
-    """The encoding of several bytes a character in which a file begins, by its mark or the zeros of plain letters."""
+    """Returns a file's encoding of several bytes a character, by its mark or the zeros of plain letters."""
     for encoding, marks in WIDE_MARKS.items():
         if raw.startswith(marks):
             return encoding
@@ -159,16 +159,16 @@ def _input_of(value: Any, args: BatchConfig, said: str = "is {}", is_cut: bool =
         return _messages(value, args, said)
     if not isinstance(value, str):
         accepted = "a string or a list of messages" if args.chat else "a string"
-        if isinstance(value, list) and value and isinstance(value[0], dict) and not args.chat:
+        if isinstance(value, list) and value and isinstance(value[0], dict):
             accepted += f"; messages with {args.named('causal_lm', True)} {args.named('chat', True)}"
         raise WrongKindError(f"{said.format(kind(value))} (accepted: {accepted})")
     if not value.strip() and not is_cut:
         return None
     text = (args.prefix or "") + value
-    return _messages([{"role": "user", "content": text}], args) if args.chat else text
+    return _messages([{"role": "user", "content": text}], args, said) if args.chat else text
 
 
-def _messages(messages: list[Any], args: BatchConfig, said: str = "is {}") -> Messages:
+def _messages(messages: list[Any], args: BatchConfig, said: str) -> Messages:
     """Returns the messages of a conversation, with the system message of the run before those that have none."""
     if not messages:
         raise RecordError(f"{said.format('an empty list')} (accepted: a string or a list of messages)")
@@ -211,16 +211,16 @@ def quoted(value: Any) -> str:
 
 
 def name_of(item: Item, args: BatchConfig) -> str:
-    """What a failed record is called by those who wrote it, where it says so."""
-    if args.reads_records and args.id_field is not None:
+    """Returns what a failed record is called by those who wrote it, if it says so."""
+    if args.id_field is not None:
         with suppress(RecordError):
             return f"{args.id_field} {quoted(field(parse(decode(item.line)), args.id_field))}: "
     return ""
 
 
 def record_of(item: Item, args: BatchConfig) -> bytes:
-    """A record of OUTPUT with its line end; nothing, or no score and nothing, for a line without outputs."""
-    return _WRITERS[args.output_format or "text"](item, args)
+    """Returns a record of OUTPUT with its line end; nothing, or NA for a score, for a line without outputs."""
+    return {"text": _text, "jsonl": _jsonl, "openai": _openai}[args.output_format or "text"](item, args)
 
 
 def fields_of(item: Item) -> dict[str, Any]:
@@ -261,22 +261,15 @@ def _openai(item: Item, args: BatchConfig) -> bytes:
     if item.error is not None or not item.outputs:
         error = {"code": "invalid_request", "message": item.error or "there is nothing in it"}
         return _one_line(named | {"response": None, "error": error})
-    choices = [
-        {
-            "index": index,
-            "message": {"role": "assistant", "content": output["text"]},
-            "finish_reason": "stop" if output["ended"] else "length",
-        }
-        for index, output in enumerate(item.outputs)
-    ]
+    choices = []
+    for index, output in enumerate(item.outputs):
+        message, why = {"role": "assistant", "content": output["text"]}, "stop" if output["ended"] else "length"
+        choices.append({"index": index, "message": message, "finish_reason": why})
     tokens = sum(output["tokens"] for output in item.outputs)
     usage = {"prompt_tokens": item.length, "completion_tokens": tokens, "total_tokens": item.length + tokens}
     body = {"id": f"chatcmpl-{item.line.number}", "object": "chat.completion", "created": 0, "model": args.model}
     response = {"status_code": 200, "request_id": "", "body": body | {"choices": choices, "usage": usage}}
     return _one_line(named | {"response": response, "error": None})
-
-
-_WRITERS: dict[str, Callable[[Item, BatchConfig], bytes]] = {"text": _text, "jsonl": _jsonl, "openai": _openai}
 
 
 def first_text(record: bytes, args: BatchConfig) -> str:
@@ -294,10 +287,7 @@ def first_text(record: bytes, args: BatchConfig) -> str:
 
 
 def _own_fields(line: Line) -> dict[str, Any]:
-    """Fields that are called as those of OUTPUT get a number, the first that is free for all of them.
-
-    These are outputs_1, and in the run after that outputs_2.
-    """
+    """Returns the fields of a record; those that OUTPUT adds get the first number that is free for all of them."""
     record = parse(decode(line))
     numbered = ({name: f"{name}_{number}" for name in ADDED_FIELDS} for number in count(1))
     names = next(names for names in numbered if record.keys().isdisjoint(names.values()))
@@ -305,8 +295,6 @@ def _own_fields(line: Line) -> dict[str, Any]:
 
 
 def _one_line(record: dict[str, Any]) -> bytes:
-    text = json.dumps(record, ensure_ascii=False)
-    for character, escape in _LINE_ENDS.items():
-        text = text.replace(character, escape)
+    text = json.dumps(record, ensure_ascii=False).translate(_LINE_ENDS)
     # Half a surrogate pair, which UTF-8 has no bytes for, becomes the escape by which JSON writes it.
     return text.encode("utf-8", "backslashreplace") + b"\n"

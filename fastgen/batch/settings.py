@@ -40,13 +40,11 @@ MODES = (_MODE.GREEDY_SEARCH, _MODE.SAMPLE, _MODE.BEAM_SEARCH, _MODE.BEAM_SAMPLE
 
 
 def set_generation(loaded: Loaded, prefixes: tuple[str, ...] = ()) -> None:
-    """Fills `loaded.settings`: the task's settings, and over them the flags that were given.
+    """Fills `loaded.settings`: the task's settings, and over them those of the run.
 
-    prefixes: before the names of settings for one of several models that MODEL consists of.
-
-    A file of --generation_config takes the place that the library gives to `model.generate(generation_config=…)`: what
-    it leaves out stays the model's. Raises InputError for settings that the library or this model does not know or
-    refuses.
+    A `generation_config` takes the place that the library gives to `model.generate(generation_config=…)`: what it
+    leaves out stays the model's. prefixes: before the names of settings for one of several models that MODEL consists
+    of. Raises InputError for settings that the library or this model does not know or refuses.
     """
     args, own, known = loaded.args, loaded.model.generation_config, known_settings(loaded.model)
     for key, value in (args.generation_config or {}).items():
@@ -62,8 +60,8 @@ def set_generation(loaded: Loaded, prefixes: tuple[str, ...] = ()) -> None:
             raise InputError(f"{what}: there is no such setting{did_you_mean(key, known, ACCEPTED)}")
     loaded.task_params = _task_params(loaded)
     settings = {name: value for name, value in loaded.task_params.items() if hasattr(own, name)}
-    settings |= (given := dict(args.gen) | language_settings(loaded))
-    if given.get("max_new_tokens") is not None:
+    settings |= dict(args.gen) | language_settings(loaded)
+    if dict(args.gen).get("max_new_tokens") is not None:
         settings["max_length"] = None  # it has no effect then, and the library would say so for every batch
     for name, stronger in OVERRULED_BY.items():
         if name in settings and stronger not in settings and getattr(own, stronger) is not None:
@@ -118,23 +116,24 @@ def token_ids(value: int | list[int] | None) -> list[int]:
 def reasons_to_keep_file_order(loaded: Loaded) -> list[str]:
     """Why an output depends on what else is in its batch, in the unpatched library: phrases for a note, or nothing.
 
-    Where there is a reason, batches of lines sorted by length would give other outputs than batches in file order.
     Whether a model's outputs depend on padding is the task's to say.
     """
     value, config, kind = loaded.value, loaded.model.config, loaded.model.config.model_type
+    is_sparse = kind == "bigbird_pegasus" and config.attention_type == "block_sparse"
+    shares_experts = kind == "switch_transformers" or (
+        kind == "nllb-moe" and config.moe_eval_capacity_token_fraction < 1
+    )
+    repeats, ngrams = value("encoder_repetition_penalty") or 1.0, value("encoder_no_repeat_ngram_size")
     reasons = {
         "sampling draws all random numbers of a batch in a row": value("do_sample") and not draws_by_row(loaded),
         "the fallback to other temperatures samples": isinstance(value("temperature"), (list, tuple)),
         "max_time ends whole batches": value("max_time") is not None,
         "condition_on_prev_tokens pads earlier text to the longest of a batch": value("condition_on_prev_tokens"),
-        "encoder_repetition_penalty counts padding": loaded.reads
-        and (value("encoder_repetition_penalty") or 1.0) != 1.0,
-        "encoder_no_repeat_ngram_size counts padding": loaded.reads and value("encoder_no_repeat_ngram_size"),
+        "encoder_repetition_penalty counts padding": loaded.reads and repeats != 1.0,
+        "encoder_no_repeat_ngram_size counts padding": loaded.reads and ngrams,
         **(_reasons_of_prompts(loaded) if loaded.reads == "decoder" else {}),
-        "MODEL's attention depends on the longest input of a batch": kind == "bigbird_pegasus"
-        and config.attention_type == "block_sparse",
-        "MODEL's experts take a part of each batch only": kind == "switch_transformers"
-        or (kind == "nllb-moe" and config.moe_eval_capacity_token_fraction < 1),
+        "MODEL's attention depends on the longest input of a batch": is_sparse,
+        "MODEL's experts take a part of each batch only": shares_experts,
     }
     return [reason for reason, holds in reasons.items() if holds]
 
@@ -185,11 +184,13 @@ def language_settings(loaded: Loaded) -> dict[str, Any]:
     if "language" in takes:
         return _of_whisper(args, loaded.model.generation_config)
     known = language_ids(tokenizer)
+    codes: dict[str, str] = {}
     for name in filter(args.given, ("tgt_lang", "src_lang")):
         if not (known and hasattr(tokenizer, name)):
             raise InputError(f"{args.given(name)}: MODEL {args.model} has no languages to choose from")
-        setattr(tokenizer, name, _find(args, name, getattr(args, name), known))
-    if args.src_lang is not None or args.tgt_lang is not None:
+        codes[name] = _find(args, name, getattr(args, name), known)
+        setattr(tokenizer, name, codes[name])
+    if codes:
         # Some tokenizers take a new tgt_lang as the language of the texts that come next.
         tokenizer.src_lang = tokenizer.src_lang
     if args.forced_bos_token is not None:
@@ -197,17 +198,14 @@ def language_settings(loaded: Loaded) -> dict[str, Any]:
         if index is None or (index == tokenizer.unk_token_id and token != tokenizer.unk_token):
             raise InputError(f"{args.given('forced_bos_token')}: is not one token of MODEL's vocabulary")
         return {"forced_bos_token_id": index}
-    if args.tgt_lang is None:
+    if "tgt_lang" not in codes:
         return {}
     if "tgt_lang" in takes:
-        return {"tgt_lang": _find(args, "tgt_lang", args.tgt_lang, known).strip("_")}
-    index = known[_find(args, "tgt_lang", args.tgt_lang, known)]
-    if type(tokenizer).__name__.removesuffix("Fast") not in DECODER_STARTS_WITH_LANGUAGE:
-        return {"forced_bos_token_id": index}
-    if args.given("decoder_start_token_id"):
-        both = f"{args.given('decoder_start_token_id')} and {args.given('tgt_lang')}"
-        raise InputError(f"{both} contradict each other (accepted: one of them)")
-    return {"decoder_start_token_id": index}
+        return {"tgt_lang": codes["tgt_lang"].strip("_")}
+    starts = type(tokenizer).__name__.removesuffix("Fast") in DECODER_STARTS_WITH_LANGUAGE
+    if starts and (rival := args.given("decoder_start_token_id")):
+        raise InputError(f"{rival} and {args.given('tgt_lang')} contradict each other (accepted: one of them)")
+    return {"decoder_start_token_id" if starts else "forced_bos_token_id": known[codes["tgt_lang"]]}
 
 
 def language_ids(tokenizer: Any) -> dict[str, int]:
@@ -234,9 +232,9 @@ def _of_whisper(args: BatchConfig, config: Any) -> dict[str, Any]:
         return {}
     if getattr(config, "lang_to_id", None) is None or not getattr(config, "is_multilingual", True):
         raise InputError(f"{args.given('src_lang')}: MODEL {args.model} has no languages to choose from")
-    codes = {token.strip("<|>") for token in config.lang_to_id}
-    names = {name for name, code in TO_LANGUAGE_CODE.items() if code in codes}
-    _find(args, "src_lang", args.src_lang.lower(), codes | names)
+    known = {token.strip("<|>") for token in config.lang_to_id}
+    known |= {name for name, code in TO_LANGUAGE_CODE.items() if code in known}
+    _find(args, "src_lang", args.src_lang.lower(), known)
     return {"language": args.src_lang}
 
 

@@ -79,16 +79,15 @@ class Task:
         """Raises InputError for settings that do not go with the task, or with each other in it."""
         args = self.args
         asked = args.given("task")
-        if args.task not in TASKS and (near := get_close_matches(args.task or "", TASKS, n=1, cutoff=0.85)):
+        if args.task not in TASKS and (near := get_close_matches(args.task or "", TASKS, cutoff=0.85)):
             raise InputError(f"{asked} is not known (did you mean {near[0]}?)")
         for name, needed in (("chat", "causal_lm"), ("system", "chat")):
             if args.given(name) and not args.given(needed):
                 raise InputError(f"{args.given(name)} needs {args.named(needed, True)}")
         kind = asked if args.task in OF_SOUND else args.given("chat") or args.given("causal_lm")
         for name in sorted(self.refused):
-            if args.given(name):
-                why = f"{kind}, {self.why_refused}"
-                raise InputError(f"{args.given(name)} does not go with {why} (accepted: one of them)")
+            if what := args.given(name):
+                raise InputError(f"{what} does not go with {kind}, {self.why_refused} (accepted: one of them)")
         if args.speaker_id is not None and args.task not in AUDIO_OUT:
             raise InputError(f"{args.given('speaker_id')} needs {args.named('task', ' or '.join(AUDIO_OUT))}")
         check_packages(*([] if self.reads else ["soundfile", "soxr"]), needed_by=asked)
@@ -120,9 +119,9 @@ class Task:
 
     def reader(self) -> TextInput | AudioInput:
         """Returns what makes arrays of lines."""
-        from fastgen.batch.text import TextInput
+        from fastgen.batch.text import ChatInput, TextInput
 
-        return TextInput.of(self.loaded)
+        return (ChatInput if self.args.chat else TextInput).of(self.loaded)
 
     def notes(self) -> tuple[list[str], Planner]:
         """Returns what a user should know about how lines are batched, and what batches them."""
@@ -161,7 +160,7 @@ class Task:
         from fastgen.optimizer.transformers.call import SEQUENCES_SCORES, only_outputs
 
         settings = self.loaded.settings | self.settings_of(batch.items[0])
-        # Without scores for the run it may be the model's own generate that reads them.
+        # If the run asks for no scores, it may be the model's own generate that reads them.
         with only_outputs(SEQUENCES_SCORES) if settings.get("output_scores") else nullcontext():
             outputs = self.call_model(batch, settings)
         generated = outputs if isinstance(outputs, dict) else {"sequences": outputs}
@@ -203,7 +202,7 @@ class Task:
         return drawing_by_row(self.loaded.model, RowDraws(keys, self.loaded.device))
 
     def settings_of(self, item: Item) -> dict[str, Any]:
-        """Returns what the group of an item asks generate for besides the settings of the run."""
+        """Returns what the group of an item asks generate for besides the settings of the run; takes its seed."""
         return {}
 
     def finish(self, generated: GeneratedBatch) -> float:
@@ -247,39 +246,31 @@ class ChatTask(CausalTask):
         chat = args.named("chat", True)
         if tokenizer.chat_template is None:
             raise InputError(f"{chat}: the tokenizer of MODEL {args.model} has no chat template")
-        system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        messages = [] if args.system is None else [{"role": "system", "content": args.system}]
+        messages.append({"role": "user", "content": "a"})
         try:
-            messages = [*system, {"role": "user", "content": "a"}]
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program that raises what it likes
             why = f"the chat template of MODEL {args.model} refuses it ({error})"
             raise InputError(f"{args.given('system') or chat}: {why}") from error
         super().specialize()
 
-    def reader(self) -> TextInput:
-        from fastgen.batch.text import ChatInput
-
-        return ChatInput.of(self.loaded)
-
     def settings_of(self, item: Item) -> dict[str, Any]:
-        settings = dict(item.group or ())
-        settings |= {"max_length": None} if "max_new_tokens" in settings else {}
-        if "stop_strings" in settings:
-            from transformers import StopStringCriteria
+        import torch
+        from transformers import StopStringCriteria
 
+        settings = dict(item.group or ())
+        if "seed" in settings:  # of a request for beams, in place of that of its batch
+            torch.manual_seed(settings.pop("seed")[0])
+        if "max_new_tokens" in settings:
+            settings["max_length"] = None
+        if "stop_strings" in settings:
             settings["tokenizer"] = self.loaded.tokenizer
             try:  # the library keeps what it computes for that
                 StopStringCriteria(settings["tokenizer"], settings["stop_strings"])
             except Exception:  # a vocabulary that it cannot take apart: texts are cut afterwards
                 del settings["stop_strings"]
         return settings
-
-    def call_model(self, batch: Batch, settings: dict[str, Any]) -> Any:
-        if "seed" in settings:  # of a request for beams, in place of that of its batch
-            import torch
-
-            torch.manual_seed(settings["seed"][0])
-        return super().call_model(batch, {name: value for name, value in settings.items() if name != "seed"})
 
 
 class TranscribeTask(Task):
@@ -332,10 +323,9 @@ class SpeakTask(Task):
     def validate(self) -> None:
         super().validate()
         args = self.args
-        what = args.given("output_format") if args.output_format != "jsonl" else ""
-        if what or is_stream(args.output) or is_url(args.output):
-            needs = f"{args.given('task')} (accepted: a file of JSON records)"
-            raise InputError(f"{what or 'OUTPUT ' + args.output} does not go with {needs}")
+        if args.output_format != "jsonl" or is_stream(args.output) or is_url(args.output):
+            what = f"OUTPUT {args.output}" if args.output_format == "jsonl" else args.given("output_format")
+            raise InputError(f"{what} does not go with {args.given('task')} (accepted: a file of JSON records)")
         output = os.path.realpath(args.output)
         is_there, is_begun, has_sounds = (os.path.lexists(output + end) for end in ("", ".part", ".audio"))
         if not args.overwrite and not is_begun and is_there != has_sounds:
@@ -352,11 +342,10 @@ class SpeakTask(Task):
 
         args, own, config = self.args, self.loaded.model.generation_config, self.loaded.model.config
         spoken = getattr(own, "vocoder_lang_code_to_id", None) or {}
-        if args.tgt_lang is None:
-            needs = f"{args.named('tgt_lang')} (accepted: {nearest('eng', spoken)})"
-            raise InputError(f"{args.given('task')} needs {needs}")
-        if (code := self.loaded.settings["tgt_lang"]) not in spoken:
-            raise InputError(f"{args.given('tgt_lang')} is not spoken by MODEL (accepted: {nearest(code, spoken)})")
+        if args.tgt_lang is None or self.loaded.settings["tgt_lang"] not in spoken:
+            needs = f"{args.given('task')} needs {args.named('tgt_lang')}"
+            what = f"{args.given('tgt_lang')} is not spoken by MODEL" if args.tgt_lang else needs
+            raise InputError(f"{what} (accepted: {nearest(args.tgt_lang or 'eng', spoken)})")
         if (number := args.speaker_id) is not None:
             if number > (last := config.vocoder_num_spkrs - 1):
                 raise InputError(f"{args.given('speaker_id')} is not known to MODEL (accepted: 0 to {last})")

@@ -49,9 +49,8 @@ def _parser() -> argparse.ArgumentParser:
         "(32 if not given); VALUE as in JSON.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "model", metavar="MODEL", help="a folder or a name of the hub, or demo: the model in the package"
-    )
+    model = "a folder or a name of the hub, or demo: the model in the package"
+    parser.add_argument("model", metavar="MODEL", help=model)
     parser.add_argument("input", metavar="INPUT", help="a text file, one input in each line")
     parser.add_argument("--lines", type=int, default=8, metavar="N", help="the first N lines, as one batch (8)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
@@ -76,16 +75,13 @@ def _verify(args: argparse.Namespace, words: list[str]) -> Verification:
         config = AutoConfig.from_pretrained(model_folder(args.model) or args.model)
     except (OSError, ValueError) as error:
         raise InputError(misspelt(args.model) or f"MODEL {args.model}: {error}") from error
-    is_causal = not config.is_encoder_decoder
-    task = task_for(
-        BatchConfig(args.model, gen=gen, causal_lm=is_causal, truncation=True, join_outputs=True, named=_as_flag)
-    )
+    settings = {"causal_lm": not config.is_encoder_decoder, "truncation": True, "join_outputs": True}
+    task = task_for(BatchConfig(args.model, gen=gen, named=_as_flag, **settings))
     task.load()
     items = task.prepare([Line(number, line) for number, line in enumerate(lines, start=1)])
     for item in items:
         if item.error:
             raise InputError(f"INPUT {args.input}: line {item.line.number} {item.error}")
-    if not any(item.length for item in items):
+    if not (filled := [item for item in items if item.length]):
         raise InputError(f"INPUT {args.input}: no lines")
-    inputs = task.collate([item for item in items if item.length])
-    return fastgen.verify(task.loaded.model, inputs, **task.loaded.settings)
+    return fastgen.verify(task.loaded.model, task.collate(filled), **task.loaded.settings)

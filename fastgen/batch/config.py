@@ -159,7 +159,7 @@ def _switch(help: str) -> Any:
     return _setting(help, False, accepts=flag)
 
 
-def _number_of(help: str, least: int = 1, default: Any = None, words: dict[str, Any] | None = None) -> Any:
+def _whole(help: str, least: int = 1, default: Any = None, words: dict[str, Any] | None = None) -> Any:
     return _setting(help, default, accepts=whole(least, words), metavar="N")
 
 
@@ -180,18 +180,18 @@ class BatchConfig:
     input: str = _setting("text, an input per line, or JSON records (.jsonl); - stdin", STREAM)
     output: str = _setting("file to write, JSON records for a .jsonl; - stdout", STREAM)
 
-    bs: int | None = _number_of("most inputs per batch (or --batch_size)")
+    bs: int | None = _whole("most inputs per batch (or --batch_size)")
     causal_lm: bool = _switch("MODEL is a decoder-only model (GPT-2, Llama, …)")
     chat: bool = _switch("lines are messages of a user, or lists of messages")
     task: str | None = _setting("speech-to-text, text-to-speech, translation, …", metavar="NAME")
     device: str | None = _setting("cpu, cuda, cuda:1, … (default: cuda if there is one)", metavar="NAME")
-    workers: Any = _number_of("processes with a model each, or auto (needs ray)", words=AUTO)
+    workers: Any = _whole("processes with a model each, or auto (needs ray)", words=AUTO)
     resume: bool = _switch("go on with the run that left OUTPUT.part")
     overwrite: bool = _switch("replace OUTPUT or --score_path that is there")
     retry_failed: bool = _switch("only the lines of OUTPUT that failed, in place")
     quiet: bool = _switch("no progress on stderr, only what went wrong")
 
-    seed: int | None = _number_of("seed of the samples (default: drawn, and kept for --resume)", 0)
+    seed: int | None = _whole("seed of the samples (default: drawn, and kept for --resume)", 0)
     forced_bos_token: str | None = _setting("token that every output starts with, as text", metavar="TOKEN")
     generation_config: dict[str, Any] | None = _setting(
         "generation settings as JSON; flags win over them", accepts=json_object, metavar="FILE"
@@ -216,23 +216,23 @@ class BatchConfig:
     system: str | None = _setting("system message before each chat", metavar="TEXT")
     src_lang: str | None = _setting("language of INPUT, as the model calls it", metavar="LANG")
     tgt_lang: str | None = _setting("language of OUTPUT, as the model calls it", metavar="LANG")
-    speaker_id: int | None = _number_of("voice that speaks, from 0 on", 0)
-    max_tokenizer_length: int | None = _number_of("truncate inputs to N tokens")
+    speaker_id: int | None = _whole("voice that speaks, from 0 on", 0)
+    max_tokenizer_length: int | None = _whole("truncate inputs to N tokens")
     truncation: bool = _switch("truncate inputs to the model's limit")
     no_truncation: bool = _switch("truncate nothing: what is too long fails")
     padding_side: str | None = _choice("left or right (default: MODEL's)", "SIDE", "left", "right")
     include_special_tokens: bool = _switch("keep special tokens such as </s> in the output")
     clean_up_tokenization_spaces: bool = _switch("remove spaces before punctuation")
 
-    batch_tokens: int | None = _number_of("most tokens per batch, padding and beams counted")
-    window: int | None = _number_of("lines sorted by length together (default: 16 batches; 0: none)", 0)
-    preprocess_workers: int = _number_of("threads that tokenise ahead (default: 1)", default=1)
-    postprocess_workers: int = _number_of("threads that detokenise (default: 1)", default=1)
-    n_obs: int | None = _number_of("only the first N lines (-1: all)", words=UNSET)
+    batch_tokens: int | None = _whole("most tokens per batch, padding and beams counted")
+    window: int | None = _whole("lines sorted by length together (default: 16 batches; 0: none)", 0)
+    preprocess_workers: int = _whole("threads that tokenise ahead (default: 1)", default=1)
+    postprocess_workers: int = _whole("threads that detokenise (default: 1)", default=1)
+    n_obs: int | None = _whole("only the first N lines (-1: all)", words=UNSET)
 
     ray: str | None = _setting("the cluster that --workers are on", nargs="?", const="auto", metavar="ADDRESS")
     verbose: bool = _switch("the speed of each worker")
-    num_shards: Any = _number_of("divide INPUT into N runs, or auto", words=AUTO)
+    num_shards: Any = _whole("divide INPUT into N runs, or auto", words=AUTO)
     shard_id: Any = _setting("which of them this is, from 0 on, or auto", accepts=whole(0, AUTO), metavar="I")
     merge: bool = _switch("put all --num_shards together")
 

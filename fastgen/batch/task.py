@@ -347,10 +347,10 @@ class SpeakTask(Task):
             what = f"{args.given('tgt_lang')} is not spoken by MODEL" if args.tgt_lang else needs
             raise InputError(f"{what} (accepted: {nearest(args.tgt_lang or 'eng', spoken)})")
         if (number := args.speaker_id) is not None:
-            if number > (last := config.vocoder_num_spkrs - 1):
-                raise InputError(f"{args.given('speaker_id')} is not known to MODEL (accepted: 0 to {last})")
-            name = "spkr_id" if config.model_type == "seamless_m4t" else "speaker_id"
-            self.loaded.settings[name] = number
+            if number >= config.vocoder_num_spkrs:
+                accepted = f"accepted: 0 to {config.vocoder_num_spkrs - 1}"
+                raise InputError(f"{args.given('speaker_id')} is not known to MODEL ({accepted})")
+            self.loaded.settings["spkr_id" if config.model_type == "seamless_m4t" else "speaker_id"] = number
         self.output = self.sounds = SoundFolder(args, config.sampling_rate)
 
     def generate(self, batch: Batch) -> GeneratedBatch:

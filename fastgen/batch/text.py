@@ -249,15 +249,16 @@ class TextOutput:
     @staticmethod
     def of(loaded: Loaded) -> TextOutput:
         """Returns the output for a model, whose generate is asked for the scores of beams if OUTPUT has them."""
-        args, eos, start = loaded.args, token_ids(loaded.value("eos_token_id")), int(loaded.reads != "decoder")
+        args = loaded.args
         # Whisper's generate leaves out the tokens that it was given, and the end. If it returns scores, it returns but
         # the last of its passes over a sound.
         is_whisper = loaded.reads is None and loaded.model.config.model_type == "whisper"
         is_scored = args.output_sequence_scores or args.writes_records
         if is_scored and not is_whisper and (loaded.value("num_beams") or 1) > 1:
             loaded.settings |= {"output_scores": True, "return_dict_in_generate": True}
-        eos, start = ([], 0) if is_whisper else (eos, start)
-        return TextOutput(loaded.tokenizer, args, eos, loaded.value("pad_token_id"), start)
+        eos = [] if is_whisper else token_ids(loaded.value("eos_token_id"))
+        start_tokens = int(loaded.reads != "decoder" and not is_whisper)
+        return TextOutput(loaded.tokenizer, args, eos, loaded.value("pad_token_id"), start_tokens)
 
     def finish(self, generated: GeneratedBatch) -> float:
         """Fills the items' outputs, and an error where what was generated cannot be decoded; returns the tokens."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastgen.batch.config import BatchConfig
 from fastgen.batch.errors import InputError
@@ -75,7 +75,7 @@ def _verify(args: argparse.Namespace, words: list[str]) -> Verification:
         config = AutoConfig.from_pretrained(model_folder(args.model) or args.model)
     except (OSError, ValueError) as error:
         raise InputError(misspelt(args.model) or f"MODEL {args.model}: {error}") from error
-    settings = {"causal_lm": not config.is_encoder_decoder, "truncation": True, "join_outputs": True}
+    settings: dict[str, Any] = {"causal_lm": not config.is_encoder_decoder, "truncation": True, "join_outputs": True}
     task = task_for(BatchConfig(args.model, gen=gen, named=_as_flag, **settings))
     task.load()
     items = task.prepare([Line(number, line) for number, line in enumerate(lines, start=1)])

@@ -33,7 +33,6 @@ from fastgen.batch.signature import differences
 
 if TYPE_CHECKING:
     from fastgen.batch.audio import SoundFolder
-    from fastgen.batch.planner import Item
 
 VERSION = 4  # 4: samples are seeded by their line; equal inputs are generated once
 HINT = "OUTPUT is put in order from OUTPUT.part, which needs as much room once more; the run can be resumed"
@@ -47,15 +46,6 @@ class Entry(NamedTuple):
     group: Any
     failed: bool
     data: bytes  # one line with its end
-
-    @classmethod
-    def of(cls, item: Item, record: bytes) -> Entry:
-        return cls(item.line.number, item.length, item.group, item.error is not None, record)
-
-    @classmethod
-    def of_copy(cls, item: Item, record: bytes) -> Entry:
-        """Returns the entry of an item that no batch has."""
-        return cls(item.line.number, 0, None, item.error is not None, record)
 
 
 class StreamOutput:
@@ -145,18 +135,14 @@ class Journal(StreamOutput):
         except OSError as error:
             raise InputError(f"OUTPUT {output}: cannot be written ({error.strerror})") from error
         try:
-            self._check(args.resume)
+            self._check()
         except BaseException:
             self.leave()
             raise
 
-    def _check(self, resume: bool) -> None:
-        there = os.path.lexists(self.path)
-        if there and not resume:
-            hint = f"{self._args.named('resume', True)} resumes it; remove it to start again"
-            raise InputError(f"OUTPUT {self._output}: there is {self.path} ({hint})")
-        self.completed = self._completed() if resume else None
-        if there:
+    def _check(self) -> None:
+        self.completed = self._completed() if self._args.resume else None
+        if self._is_begun(f"OUTPUT {self._output}"):
             self._load()
         if self.completed is not None and self.signature is not None:
             if self.completed["signature"] == self.signature:  # killed between the name of OUTPUT and its end
@@ -165,18 +151,28 @@ class Journal(StreamOutput):
             else:
                 self.completed = None
         if self._exists() and not self._overwrite and self.completed is None:
-            unknown = "; no run is known that made it as it is" if resume else ""
+            unknown = "; no run is known that made it as it is" if self._args.resume else ""
             raise InputError(f"{self._is_there()}{unknown}")
 
+    def _is_begun(self, what: str) -> bool:
+        """Whether there is a journal; raises InputError if it is not to be resumed."""
+        is_there = os.path.lexists(self.path)
+        if is_there and not self._args.resume:
+            hint = f"{self._args.named('resume', True)} resumes it; remove it to start again"
+            raise InputError(f"{what}: there is {self.path} ({hint})")
+        return is_there
+
     def check(self, signature: dict[str, Any]) -> bool:
-        before = self.signature or (self.completed or {}).get("signature")
-        changes = [] if before is None else differences(before, signature)
-        if self.signature is not None and changes:
-            made = f"{self._args.given('resume')}: {self.path} was made differently: {'; '.join(changes)}"
-            raise InputError(f"{made} (accepted: as it was; remove {self.path} to start again)")
-        if self.completed is not None and changes and not self._overwrite:
+        self._check_journal(signature)
+        changes = [] if self.completed is None else differences(self.completed["signature"], signature)
+        if changes and not self._overwrite:
             raise InputError(f"{self._is_there()}; it was made differently: {'; '.join(changes)}")
         return self.completed is not None and not changes
+
+    def _check_journal(self, signature: dict[str, Any]) -> None:
+        if self.signature is not None and (changes := differences(self.signature, signature)):
+            made = f"{self._args.given('resume')}: {self.path} was made differently: {'; '.join(changes)}"
+            raise InputError(f"{made} (accepted: as it was; remove {self.path} to start again)")
 
     def begin(self, signature: dict[str, Any], sounds: SoundFolder | None = None) -> None:
         self.check(signature)
@@ -216,13 +212,14 @@ class Journal(StreamOutput):
         meantime that it may not replace.
         """
         if self._exists() and not self._overwrite:
-            raise InputError(
-                f"{self._is_there()}, with {self._args.named('resume', True)}; all records are in {self.path}"
-            )
+            resume = self._args.named("resume", True)
+            raise InputError(f"{self._is_there()}, with {resume}; all records are in {self.path}")
         try:
             digest = self._assemble(self._new, records)
-            made = self._completes(digest, self._places() if failed is None else failed)
-            files.write_whole(self._made, json.dumps(made, indent=1).encode())
+            if failed is None:
+                numbers = (number for number, offset in enumerate(self._offsets) if offset >= 0)
+                failed = {number: place for place, number in enumerate(numbers) if number in self._failed}
+            files.write_whole(self._made, json.dumps(self._completes(digest, failed), indent=1).encode())
             if self._sounds is not None:
                 self._sounds.complete(self._overwrite)
             if files.is_url(self._output):
@@ -241,29 +238,22 @@ class Journal(StreamOutput):
         counts = {"failures": self.failures, "records": self.records, "failed": failed}
         return {"signature": self.signature, "sha256": digest} | counts
 
-    def _places(self) -> dict[int, int]:
-        """The lines that failed, with the places of their records among all."""
-        numbers = (number for number, offset in enumerate(self._offsets) if offset >= 0)
-        return {number: place for place, number in enumerate(numbers) if number in self._failed}
-
     def leave(self, resumable: bool = True) -> str:
         """Keeps the journal, or where nobody can go on with it its records in order; a journal of failures is removed.
 
         Returns a line about what is kept.
         """
         left = ""
-        if self._file is None:
-            pass  # nothing was begun, or all is complete
-        elif not self.generated:
+        if self._file is not None and not self.generated:
             self._discard()
             if self._sounds is not None:
                 self._sounds.discard()
-        elif resumable:
+        elif self._file is not None and resumable:
             self._cut()
             self._close()
             done = f"{self.records} lines are complete in {self.path}"
             left = f"{done}; the same run with {self._args.named('resume', True)} resumes after them"
-        else:
+        elif self._file is not None:
             path = files.beside(self._target, ".incomplete")
             self._assemble(path)
             self._discard()
@@ -289,14 +279,15 @@ class Journal(StreamOutput):
             for place, line in enumerate(file, start=2):
                 if not line.endswith(b"\n"):
                     break  # not whole: the run was killed while it wrote it
-                found, damage = _payload(line), ""
-                if isinstance(found, list):
-                    if found[0] in pending or self._offset(found[0]) >= 0:
-                        damage = "repeats a record"
-                    number, length, group, failed, _ = found
+                payload, damage = _payload(line), ""
+                if isinstance(payload, list):
+                    number, length, group, failed, _ = payload
+                    damage = "repeats a record" if number in pending or self._offset(number) >= 0 else ""
                     pending[number] = Entry(number, length, group, failed, b""), offset
-                elif found is None or found != len(pending):
-                    damage = "has another checksum" if found is None else f"counts {found} records of {len(pending)}"
+                elif payload is None:
+                    damage = "has another checksum"
+                elif payload != len(pending):
+                    damage = f"counts {payload} records of {len(pending)}"
                 else:
                     for entry, start in pending.values():
                         self._add(entry, start)
@@ -319,11 +310,11 @@ class Journal(StreamOutput):
         if self._reader is None:
             self._reader = self.path.open("rb")
         self._reader.seek(offset)
-        found = _payload(self._reader.readline())
-        if not isinstance(found, list):
+        payload = _payload(self._reader.readline())
+        if not isinstance(payload, list):
             raise RunError(f"{self.path} has changed since it was read")
-        number, length, group, failed, record = found
-        return Entry(number, length, group, failed, record.encode() + b"\n")
+        *described, record = payload
+        return Entry(*described, record.encode() + b"\n")
 
     def _assemble(self, path: Path, records: Iterable[bytes] | None = None) -> str:
         """Writes these, or all of the journal in order, compressed as OUTPUT says; returns the SHA-256."""

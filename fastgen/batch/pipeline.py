@@ -90,7 +90,7 @@ class Ahead(Generic[T]):
             self._taken.put(error)
 
 
-class Prefetcher:
+class Prefetcher(Ahead[Batch]):
     """The batches of a run that are not written yet, in the order in which the model is to take them.
 
     chunks: the lines of INPUT. written: the entry of a line that an earlier run has written. collates: makes the
@@ -105,26 +105,16 @@ class Prefetcher:
         written: Callable[[int], Entry | None] = lambda number: None,
         collates: bool = True,
     ) -> None:
-        self._collates = collates
-        self._task, self._planner, self._written = task, planner, written
+        self._task, self._written, self._collates = task, written, collates
         workers = task.args.preprocess_workers
         self._workers = ThreadPoolExecutor(workers, "fastgen-tokenise")
         self._prepared = Ahead(self._submitted(chunks), CHUNKS_PER_WORKER * workers, "fastgen-reader")
-        self._batches = Ahead(self._collated(), BATCHES_AHEAD, "fastgen-planner")
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Raises what stopped the stages ahead after the batches that came before it."""
-        return iter(self._batches)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the next batch would have to be waited for."""
-        return self._batches.is_waiting
+        super().__init__(self._collated(planner), BATCHES_AHEAD, "fastgen-planner")
 
     def stop(self) -> None:
         """Gives up what the model has not taken."""
         self._prepared.stop()
-        self._batches.stop()
+        super().stop()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     def _submitted(self, chunks: Iterator[list[Line]]) -> Iterator[tuple[list[Item], Future[list[Item]]]]:
@@ -137,20 +127,21 @@ class Prefetcher:
 
     def _items(self) -> Iterator[Item]:
         for written, prepared in self._prepared:
-            found = {item.line.number: item for item in prepared.result()}
+            items = {item.line.number: item for item in prepared.result()}
             for item in written:
-                item.arrays = found[item.line.number].arrays if item.line.number in found else None
-                found[item.line.number] = item
-            yield from (item for _, item in sorted(found.items()))
+                if (again := items.get(item.line.number)) is not None:
+                    item.arrays = again.arrays
+                items[item.line.number] = item
+            yield from (item for _, item in sorted(items.items()))
 
-    def _collated(self) -> Iterator[Batch]:
-        for batch in self._planner(self._items()):
-            written = [item.is_written for item in batch.items]
-            if any(written) and not all(written):
+    def _collated(self, planner: Planner) -> Iterator[Batch]:
+        for batch in planner(self._items()):
+            written = {item.is_written for item in batch.items}
+            if len(written) == 2:
                 raise RunError(f"OUTPUT.part has a part of batch {batch.number} only (remove it to start again)")
-            if batch.items and not any(written) and self._collates:
+            if False in written and self._collates:
                 batch.inputs = self._task.collate(batch.items)
-            if batch.others or not all(written):
+            if batch.others or False in written:
                 yield batch
 
 
@@ -171,26 +162,24 @@ class SplitOnOOM:
 
         start: the place of its first item in the batch that it is a part of.
         """
-        return list(self._parts(batch, start)) if batch.items and batch.inputs else []
-
-    def _parts(self, part: Batch, start: int) -> Iterator[GeneratedBatch]:
-        """start: the place of the part's first item in its batch."""
-        rows, width = len(part.items), max(item.length for item in part.items)
-        if rows == 1 or self.too_large is None or rows * width < self.too_large:
-            generated = self._generate(part, start, rows * width)
+        items, rows = batch.items, len(batch.items)
+        if not batch.inputs:
+            return []
+        if rows == 1 or self.too_large is None or rows * max(item.length for item in items) < self.too_large:
+            generated = self._generate(batch, start)
             if isinstance(generated, GeneratedBatch):
-                yield generated
-                return
+                return [generated]
             if rows == 1:
-                part.items[0].error = generated
-                return
+                items[0].error = generated
+                return []
         half = (rows + 1) // 2
-        for first in (0, half):
-            items = part.items[first : half if first == 0 else rows]
-            smaller = Batch(items, [], part.number, inputs=self._task.collate(items), head=part.head)
-            yield from self._parts(smaller, start + first)
+        parts = []
+        for first, some in ((0, items[:half]), (half, items[half:])):
+            part = Batch(some, [], batch.number, inputs=self._task.collate(some), head=batch.head)
+            parts += self(part, start + first)
+        return parts
 
-    def _generate(self, part: Batch, start: int, padded_tokens: int) -> GeneratedBatch | str:
+    def _generate(self, part: Batch, start: int) -> GeneratedBatch | str:
         """Why nothing was generated is one line: the exception, and all that its traceback holds, is gone by then."""
         if self._seed is not None:
             torch.manual_seed(batch_seed(self._seed, part.number, start))
@@ -199,19 +188,18 @@ class SplitOnOOM:
         except Exception as error:  # a model may raise anything
             if not _device_works_sync():
                 numbers = [item.line.number for item in part.items]
-                raise RunError(
-                    f"the device failed at lines {min(numbers)} to {max(numbers)}: {reason(error)}"
-                ) from error
+                lines = f"{min(numbers)} to {max(numbers)}"
+                raise RunError(f"the device failed at lines {lines}: {reason(error)}") from error
             if not is_out_of_memory(error):
                 logger.debug("generate raised for %d inputs", len(part.items), exc_info=True)
                 return f"cannot be generated for ({reason(error)})"
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        longest = max(item.length for item in part.items)
-        if len(part.items) > 1:
-            self.too_large = min(padded_tokens, self.too_large or padded_tokens)
-            many = f"{len(part.items)} inputs of length {longest}"
+        rows, longest = len(part.items), max(item.length for item in part.items)
+        if rows > 1:
+            self.too_large = min(rows * longest, self.too_large or rows * longest)
+            many = f"{rows} inputs of length {longest}"
             self._say(f"out of memory with {many}: batches as large as that are split from here on")
         return f"the memory is too small for this input of length {longest} alone"
 
@@ -296,8 +284,8 @@ class Pipeline:
             if self._stop.requests:
                 return
 
-    def drain(self, prefetcher: Prefetcher) -> bool:
-        """Runs all batches; returns whether they are all written, and not ended early."""
+    def drain(self, prefetcher: Prefetcher) -> None:
+        """Runs all batches; raises KeyboardInterrupt if that was ended early, when what is generated is written."""
         complete = False
         self._stop.is_patient = True
         try:
@@ -316,11 +304,12 @@ class Pipeline:
         finally:
             prefetcher.stop()
         self.close()
-        return complete
+        if not complete:
+            raise KeyboardInterrupt
 
-    def wait(self) -> None:
-        """Until everything is written; raises the first error in the order of batches."""
-        while self._unfinished:
+    def wait(self, most: int = 0) -> None:
+        """Until `most` batches are not written; raises the first error in the order of batches."""
+        while len(self._unfinished) > most:
             self._unfinished.popleft().result()
 
     def close(self) -> None:
@@ -341,8 +330,7 @@ class Pipeline:
         for batch, parts in held:
             before = self._unfinished[-1] if self._unfinished else None
             self._unfinished.append(self._workers.submit(self._finish, batch, parts, before))
-            if len(self._unfinished) > self._most_unfinished:
-                self._unfinished.popleft().result()
+            self.wait(self._most_unfinished)
         held.clear()
 
     def _finish(self, batch: Batch, parts: list[Any], before: Future[None] | None) -> None:

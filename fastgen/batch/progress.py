@@ -6,7 +6,7 @@ Tests: tests/cli/transformers/test_progress.py, tests/cli/transformers/test_ends
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FrameType
+from dataclasses import dataclass
 
 
 class Progress:
@@ -16,9 +16,6 @@ class Progress:
 
     def start(self, total: int | None, done: int, unit: str) -> None:
         """Begins to count `total` inputs, None if nobody knows, of which `done` are written. unit: of amounts."""
-
-    def begin(self) -> None:
-        """Counts time from here on."""
 
     def finished(self, inputs: int, amount: float, failures: list[tuple[int, str]]) -> None:
         """Counts a batch; failures: lines in it, with their errors."""
@@ -39,6 +36,7 @@ class Progress:
         """Ends the count, whether the run is complete or not."""
 
 
+@dataclass
 class Stop:
     """Whether somebody asks the run to end; a command adds to `requests`.
 
@@ -46,11 +44,6 @@ class Stop:
     request, however long it takes.
     """
 
-    def __init__(self) -> None:
-        self.requests = 0
-        self.finishing = self.is_patient = False
-
-    def handle(self, number: int, frame: FrameType | None = None) -> None:
-        """Hears a signal that asks for an end."""
-        self.requests += 1
-        raise KeyboardInterrupt
+    requests: int = 0
+    finishing: bool = False
+    is_patient: bool = False

@@ -12,7 +12,6 @@ Tests: tests/batch/test_retry.py
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -38,44 +37,36 @@ class Retry(Journal):
     failed: dict[int, int]
     completed: dict[str, Any]
 
-    def _check(self, resume: bool) -> None:
+    def _check(self) -> None:
         self._overwrite = True  # once all is there
-        self._asked = self._args.given("retry_failed")
-        has_journal, completed_run = os.path.lexists(self.path), self._completed()
+        self._asked, run_json = self._args.given("retry_failed"), self._made.name
+        completed = self._completed()
         if not self._exists():
             resumes = f"accepted: {self._args.named('resume', True)} completes it"
             raise InputError(f"{self._asked}: OUTPUT {self._output} is not complete ({resumes})")
-        if completed_run is None or len(completed_run.get("failed", ())) != completed_run["failures"]:
-            why = (
-                f"OUTPUT {self._output} was changed since its run, or {self._made.name} does not list its failed lines"
-            )
-            raise InputError(f"{self._asked}: {why} (accepted: an unchanged OUTPUT with its {self._made.name})")
-        if has_journal and not resume:
-            hint = f"{self._args.named('resume', True)} resumes it; remove it to start again"
-            raise InputError(f"{self._asked}: there is {self.path} ({hint})")
-        self.completed = completed_run
-        self.failed = {int(number): place for number, place in completed_run["failed"].items()}
-        if has_journal:
+        if completed is None or len(completed.get("failed", ())) != completed["failures"]:
+            why = f"OUTPUT {self._output} was changed since its run, or {run_json} does not list its failed lines"
+            raise InputError(f"{self._asked}: {why} (accepted: an unchanged OUTPUT with its {run_json})")
+        self.completed = completed
+        self.failed = {int(number): place for number, place in completed["failed"].items()}
+        if self._is_begun(self._asked):
             self._load()
-            if (self.signature or {}).get(CONTENT) == _content(completed_run.get("before", {})):
+            if (self.signature or {}).get(CONTENT) == _content(completed.get("before", {})):
                 self.path.unlink()  # killed between the name of OUTPUT and its end
                 self.signature, self.failed = None, {}
 
     def check(self, signature: dict[str, Any]) -> bool:
         """Whether there is no line to retry; raises InputError where records would be of other lines or kinds."""
-        made, signature = self.completed["signature"], signature | {CONTENT: _content(self.completed)}
-        same = {name for name in made | signature if name.startswith(("INPUT", "MODEL"))}
-        same |= set(map(self._args.named, OF_RECORDS))
-        if changes := differences(*({n: each.get(n) for n in sorted(same)} for each in (made, signature))):
+        signature = signature | {CONTENT: _content(self.completed)}
+        runs = (self.completed["signature"], signature)
+        names = sorted({name for each in runs for name in each} - {self._args.named("retry_failed"), CONTENT})
+        of_records = {*map(self._args.named, OF_RECORDS)}
+        same = [name for name in names if name in of_records or name.startswith(("INPUT", "MODEL"))]
+        if changes := differences(*({name: each[name] for name in same if name in each} for each in runs)):
             why = f"OUTPUT {self._output} was made differently: {'; '.join(changes)}"
             raise InputError(f"{self._asked}: {why} (accepted: as it was)")
-        free = (made | signature).keys() - same - {self._args.named("retry_failed"), CONTENT}
-        self.changes = tuple(differences(*({n: each.get(n) for n in sorted(free)} for each in (made, signature))))
-        if self.signature is not None and (changes := differences(self.signature, signature)):
-            why = f"{self.path} was made differently: {'; '.join(changes)}"
-            raise InputError(
-                f"{self._args.given('resume')}: {why} (accepted: as it was; remove {self.path} to start again)"
-            )
+        self.changes = tuple(differences(*({name: each[name] for name in names if name in each} for each in runs)))
+        self._check_journal(signature)
         return not self.failed
 
     def begin(self, signature: dict[str, Any], sounds: SoundFolder | None = None) -> None:

@@ -49,7 +49,9 @@ def run(args: BatchConfig, stop: Stop, progress: Progress) -> Outcome:
     Raises InputError for settings, files or a model that cannot be used, RunError or OSError if the run cannot
     continue, KeyboardInterrupt if somebody has ended it.
     """
-    args = _with_first_record(shards.of_launcher(args, os.environ))
+    args = shards.of_launcher(args, os.environ)
+    if args.reads_records and not files.is_stream(args.input):
+        args = _with_first_line(args)
     task = task_for(args)
     surveyed = check_files(args)
     references = references_of(args, None if surveyed is None else surveyed.lines, task.counts_words)
@@ -65,7 +67,7 @@ def run(args: BatchConfig, stop: Stop, progress: Progress) -> Outcome:
             output.records, output.failures = earlier["records"], earlier["failures"]
         elif args.merge and isinstance(output, Journal):
             shards.merge(args, output)
-        elif _has_no_lines(args, surveyed, output) and not task.speaks:
+        elif output.failed is None and not task.speaks and _total(args, surveyed, output) == 0:
             output.begin(signed)
             output.complete()
             progress.line(f"0 lines in {args.input} are for this run: no model is loaded")
@@ -78,10 +80,6 @@ def run(args: BatchConfig, stop: Stop, progress: Progress) -> Outcome:
         return Outcome(output.records, output.failures, scores)
     finally:
         output.leave()
-
-
-def _has_no_lines(args: BatchConfig, surveyed: files.Survey | None, output: StreamOutput) -> bool:
-    return surveyed is not None and output.failed is None and shards.is_empty(surveyed.lines, args)
 
 
 def _generate(task: Task, surveyed: files.Survey | None, output: StreamOutput, stop: Stop, progress: Progress) -> None:
@@ -130,39 +128,34 @@ def _go_through(
         progress.line(note)
     signed = with_commit(signature(replace(args, prefix=asked.prefix), surveyed), task.loaded.model.config)
     output.begin(signed, task.sounds)
+    if args.resume:
+        progress.note(f"resuming: {output.records} of {total} lines are already done")
+    if output.changes:
+        progress.note(f"flags differ from those of the run that made OUTPUT: {'; '.join(output.changes)}")
+    notes, planner = task.notes()
+    for note in notes:
+        progress.note(note)
     progress.start(total, output.records, task.unit)
     copied = 0
 
     def write(items: list[Item], amount: float) -> None:
         nonlocal copied
         copies = [copy for item in items for copy in item.copies]
-        entries = [Entry.of(item, records.record_of(item, args)) for item in items]
-        output.write(entries + [Entry.of_copy(copy, records.record_of(copy, args)) for copy in copies])
+        output.write([_entry(item, args) for item in items] + [_entry(copy, args, is_copy=True) for copy in copies])
         items, copied = items + copies, copied + len(copies)
         failures = [(item.line.number, records.name_of(item, args) + item.error) for item in items if item.error]
         progress.finished(len(items), amount, failures)
 
     try:
-        if args.resume:
-            progress.note(f"resuming: {output.records} of {total} lines are already done")
-        if output.changes:
-            progress.note(f"flags differ from those of the run that made OUTPUT: {'; '.join(output.changes)}")
-        notes, planner = task.notes()
-        for note in notes:
-            progress.note(note)
-        progress.begin()
         generate = SplitOnOOM(task, progress.say, args.seed)
         ahead = Prefetcher(_chunks(task, output), task, planner, output.entry, collates=workers is None)
         elsewhere = None if workers is None else partial(workers.run, ahead=ahead, stop=stop, progress=progress)
-        complete = Pipeline(task, generate, write, stop, elsewhere, output.failed is None).drain(ahead)
-        if complete:
-            _complete(args, surveyed, output, total)
+        Pipeline(task, generate, write, stop, elsewhere, output.failed is None).drain(ahead)
+        _complete(args, surveyed, output, total)
     finally:
         progress.close()
         if left := output.leave(resumable=not files.is_stream(args.input)):
             progress.say(left)
-    if not complete:
-        raise KeyboardInterrupt
     if task.sounds is not None:
         progress.note(f"the sounds are in {task.sounds.folder}")
     if unused := sorted(getattr(task.input, "unused", ())):
@@ -186,41 +179,36 @@ def _complete(args: BatchConfig, surveyed: files.Survey | None, output: StreamOu
     output.complete()
 
 
-def _with_first_record(args: BatchConfig) -> BatchConfig:
+def _entry(item: Item, args: BatchConfig, is_copy: bool = False) -> Entry:
+    """Returns an item's record; no batch has a copy, so that none is planned by its length."""
+    length, group = (0, None) if is_copy else (item.length, item.group)
+    return Entry(item.line.number, length, group, item.error is not None, records.record_of(item, args))
+
+
+def _with_first_line(args: BatchConfig) -> BatchConfig:
+    """Returns the arguments as INPUT's first line has them: see `_checked_first`."""
+    lines = next(files.read_chunks(args.input, 1, longest=records.LONGEST_RECORD), [])
+    return _checked_first(lines[0], args) if lines else args
+
+
+def _checked_first(line: files.Line, args: BatchConfig) -> BatchConfig:
     """Returns the arguments with OpenAI's batch format, which needs no flag if INPUT's first record has it.
 
-    One bad record is that line's failure; a file that begins with one is not in this format, or has other fields.
+    Raises InputError if the line is of a kind that is not read. One bad record is that line's failure, but a file that
+    begins with one is not in this format, or has other fields.
     """
-    if files.is_stream(args.input) or not args.reads_records:
-        return args
-    for line in next(files.read_chunks(args.input, 1, longest=records.LONGEST_RECORD), []):
-        try:
-            if not line.cut:  # that is a failed input
-                records.read_input(line, args)
-        except records.RecordError as error:
-            if isinstance(error, records.OpenAIRequestError) and args.text_field == "text":
-                return _with_first_record(replace(args, input_format="openai"))
-            hint = ", ".join(map(args.named, ("input_format", "text_field", "id_field")))
-            raise InputError(f"INPUT {args.input}: line 1 {error} ({hint})") from error
-    return args
-
-
-def _with_first_checked(chunks: Iterator[list[files.Line]], args: BatchConfig) -> Iterator[list[files.Line]]:
-    """Yields the lines of a stream; raises InputError if the first is of a kind that is not read."""
-    for lines in chunks:
-        if lines and lines[0].number == 1:
-            _check_first(lines[0], args)
-        yield lines
-
-
-def _check_first(line: files.Line, args: BatchConfig) -> None:
-    """Raises InputError where INPUT's first line is of a kind that is not read; what else is wrong fails that line."""
+    is_record_of_file = args.reads_records and not files.is_stream(args.input)
     try:
-        records.read_input(line, args)
-    except records.WrongKindError as error:
-        raise InputError(f"INPUT {args.input}: line 1 {error}") from error
-    except records.RecordError:
-        pass
+        if not (is_record_of_file and line.cut):  # that is a failed input
+            records.read_input(line, args)
+    except records.RecordError as error:
+        if is_record_of_file and isinstance(error, records.OpenAIRequestError) and args.text_field == "text":
+            return _checked_first(line, replace(args, input_format="openai"))
+        if is_record_of_file or isinstance(error, records.WrongKindError):
+            names = ", ".join(map(args.named, ("input_format", "text_field", "id_field")))
+            hint = f" ({names})" if is_record_of_file else ""
+            raise InputError(f"INPUT {args.input}: line 1 {error}{hint}") from error
+    return args
 
 
 def _as_before(args: BatchConfig, before: dict[str, Any]) -> BatchConfig:
@@ -233,21 +221,21 @@ def _as_before(args: BatchConfig, before: dict[str, Any]) -> BatchConfig:
 
 
 def _total(args: BatchConfig, surveyed: files.Survey | None, output: StreamOutput) -> int | None:
-    """How many lines this run has; None where INPUT can be read only once."""
+    """How many lines this run has; None where that is not known (yet)."""
     if output.failed is not None:
         return len(output.failed)
     return args.n_obs if surveyed is None else shards.own_lines(surveyed.lines, args)
 
 
 def _chunks(task: Task, output: StreamOutput) -> Iterator[list[files.Line]]:
-    """The lines of this run."""
+    """The lines of this run; raises InputError if the first of a stream is of a kind that is not read."""
     args, failed = task.args, output.failed
     chunks = files.read_chunks(args.input, args.n_obs, task.lines_at_once, longest=task.input.line_bytes)
-    if files.is_stream(args.input):
-        chunks = _with_first_checked(chunks, args)
-    if failed is None:
-        return shards.own_chunks(chunks, args)
-    return filter(None, ([line for line in chunk if line.number in failed] for chunk in chunks))
+    for chunk in chunks if failed is not None else shards.own_chunks(chunks, args):
+        if files.is_stream(args.input) and chunk and chunk[0].number == 1:
+            _checked_first(chunk[0], args)
+        if lines := [line for line in chunk if failed is None or line.number in failed]:
+            yield lines
 
 
 def check_files(args: BatchConfig) -> files.Survey | None:
@@ -260,9 +248,8 @@ def check_files(args: BatchConfig) -> files.Survey | None:
             why = f"{flag} needs {name} to be a file, and {path} can be gone through only once"
             raise InputError(f"{name} {path}: {why}")
     surveyed = None if files.is_stream(args.input) else files.survey(args.input)
-    if surveyed is not None and not args.reads_records:  # the first record was checked by `_with_first_record`
-        for line in next(files.read_chunks(args.input, 1, longest=records.LONGEST_RECORD), []):
-            _check_first(line, args)
+    if surveyed is not None and not args.reads_records:
+        _with_first_line(args)
     sources = {"INPUT": args.input, args.named("reference_path"): args.reference_path}
     files.check_writable("OUTPUT", args.output, sources)
     if args.score_path is not None:

@@ -26,11 +26,10 @@ from fastgen.batch.signature import differences
 
 # How each launcher calls the number of a process and how many there are: torchrun and accelerate; Slurm's srun.
 IN_A_JOB = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
-ARRAY = ("ID", "MIN", "MAX", "COUNT")  # SLURM_ARRAY_TASK_…: of this task, the first and last, how many
-JOBS = (*(f"SLURM_ARRAY_TASK_{name}" for name in ARRAY), "JOB_COMPLETION_INDEX")
+ARRAY = tuple(f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "MAX", "COUNT"))  # of this task, of all
+INDEX_OF_JOB = "JOB_COMPLETION_INDEX"
 ON_THIS_MACHINE = ("LOCAL_RANK", "SLURM_LOCALID")
 LONGEST_LIST = 1000  # characters of names of files in a message
-PER_SHARD = ("shard_id", "device")  # settings in which the signatures of shards may differ
 
 
 def of_launcher(args: BatchConfig, environ: Mapping[str, str]) -> BatchConfig:
@@ -64,7 +63,7 @@ def _with_numbers(args: BatchConfig, environ: Mapping[str, str]) -> BatchConfig:
         launchers = "torchrun, accelerate, Slurm, an indexed job of Kubernetes"
         raise InputError(f"auto: no variables of a launcher are set (accepted: numbers, or auto under {launchers})")
     index, count = launched
-    said = ", ".join(f"{name}={environ[name]}" for name in (*JOBS, *chain(*IN_A_JOB)) if name in environ)
+    said = ", ".join(f"{name}={environ[name]}" for name in (*ARRAY, INDEX_OF_JOB, *chain(*IN_A_JOB)) if name in environ)
     if args.num_shards == "auto" and count is None:
         why = f"{said} does not say how many shards there are"
         whole = f"{args.named('num_shards')} N, or a whole Slurm array, --array=0-M"
@@ -73,7 +72,10 @@ def _with_numbers(args: BatchConfig, environ: Mapping[str, str]) -> BatchConfig:
     if args.shard_id == "auto" and shards is not None and index >= shards:
         why = f"auto takes it from {said}; an array of Slurm counts from 0 on with --array=0-{shards - 1}"
         raise InputError(f"{args.named('shard_id', index)} (accepted: 0 to {shards - 1}): {why}")
-    _choose_gpu(environ)
+    import torch
+
+    if (gpus := torch.cuda.device_count()) > 1:  # each process of a machine has one of those that all of them see
+        torch.cuda.set_device(next((int(environ[name]) for name in ON_THIS_MACHINE if name in environ), 0) % gpus)
     return replace(args, num_shards=shards, shard_id=index if args.shard_id == "auto" else args.shard_id)
 
 
@@ -81,27 +83,17 @@ def place(environ: Mapping[str, str]) -> tuple[int, int | None] | None:
     """The index of this process and how many there are, of a launcher's variables; None for what they do not say.
 
     The index is the launcher's own: who starts a part of an array (--array=3,6) means the shards of these numbers.
-    Jobs of an array, of Slurm or Kubernetes, may have several processes each. How many jobs there are, Kubernetes does
-    not say, nor does a part of an array.
+    Jobs of an array, of Slurm or Kubernetes, may have several processes each.
     """
     processes = [(int(environ[one]), int(environ.get(all, 1))) for one, all in IN_A_JOB if one in environ]
     index, count = processes[0] if processes else (0, 1)
-    if "SLURM_ARRAY_TASK_ID" in environ:
-        task, first, last, tasks = (int(environ.get(f"SLURM_ARRAY_TASK_{name}", -1)) for name in ARRAY)
+    if ARRAY[0] in environ:
+        task, first, last, tasks = (int(environ.get(name, -1)) for name in ARRAY)
         is_whole = (first, last) == (0, tasks - 1)
         return task * count + index, tasks * count if is_whole else None
-    if "JOB_COMPLETION_INDEX" in environ:
-        return int(environ["JOB_COMPLETION_INDEX"]) * count + index, None
+    if INDEX_OF_JOB in environ:
+        return int(environ[INDEX_OF_JOB]) * count + index, None
     return (index, count) if processes else None
-
-
-def _choose_gpu(environ: Mapping[str, str]) -> None:
-    """Gives each process of a machine one of the GPUs that all of them see."""
-    import torch
-
-    local = next((int(environ[name]) for name in ON_THIS_MACHINE if name in environ), 0)
-    if torch.cuda.device_count() > 1:
-        torch.cuda.set_device(local % torch.cuda.device_count())
 
 
 def output_of(output: str, shard: int, shards: int) -> str:
@@ -121,21 +113,16 @@ def own_chunks(chunks: Iterator[list[files.Line]], args: BatchConfig) -> Iterato
     return (lines for window, lines in windows if window % args.num_shards == args.shard_id)
 
 
-def own_lines(total: int, args: BatchConfig) -> int:
-    """How many of so many lines this run has, up to --n_obs."""
+def own_lines(total: int, args: BatchConfig) -> int | None:
+    """How many of so many lines this run has, up to --n_obs; None where the size of windows is not known yet."""
     total = total if args.n_obs is None else min(total, args.n_obs)
     if args.num_shards is None:
         return total
+    if args.bs is None and args.batch_tokens is None:
+        return None
     window = lines_per_window(args)
     starts = range(args.shard_id * window, total, args.num_shards * window)
     return sum(min(window, total - start) for start in starts)
-
-
-def is_empty(total: int, args: BatchConfig) -> bool:
-    """Whether nothing is to be generated of so many lines; False where the size of windows is not known yet."""
-    if args.num_shards is not None and args.bs is None and args.batch_tokens is None:
-        return False
-    return own_lines(total, args) == 0
 
 
 def merge(args: BatchConfig, output: Journal) -> None:
@@ -143,25 +130,20 @@ def merge(args: BatchConfig, output: Journal) -> None:
 
     Raises InputError that names the shards that are not complete, or that were made differently.
     """
-    shards = args.num_shards
-    names = [output_of(args.output, shard, shards) for shard in range(shards)]
-    made = [_completed(args, name) for name in names]
-    if missing := [name for name, found in zip(names, made, strict=True) if found is None]:
+    asked, per_shard = args.given("merge"), [args.named(name) for name in ("num_shards", "shard_id", "device")]
+    names = [output_of(args.output, shard, args.num_shards) for shard in range(args.num_shards)]
+    runs = {name: run for name in names if (run := _completed(args, name)) is not None}
+    if missing := [name for name in names if name not in runs]:
         some = shorten(", ".join(missing), LONGEST_LIST, placeholder=" …")
-        raise InputError(f"{args.given('merge')}: {len(missing)} of {shards} shards are not complete: {some}")
-    may_differ = dict.fromkeys(map(args.named, PER_SHARD))
-    signatures = [{**found["signature"], **may_differ} for found in made if found]
-    for name, signature in zip(names, signatures, strict=True):
-        if changes := differences(signatures[0], signature):
-            raise InputError(
-                f"{args.given('merge')}: {name} was made differently from {names[0]}: {'; '.join(changes)}"
-            )
-    device = args.named("device")
-    whole = signatures[0] | {args.named("num_shards"): None, device: made[0] and made[0]["signature"][device]}
+        raise InputError(f"{asked}: {len(missing)} of {args.num_shards} shards are not complete: {some}")
+    whole = runs[names[0]]["signature"] | dict.fromkeys(per_shard[:2])
+    for name, run in runs.items():
+        if changes := differences(whole, run["signature"] | {each: whole[each] for each in per_shard}):
+            raise InputError(f"{asked}: {name} was made differently from {names[0]}: {'; '.join(changes)}")
     sizes = {name: whole[args.named(name)] for name in ("bs", "batch_tokens", "window")}
     output.signature = whole
-    output.records, output.failures = (sum(found[name] for found in made if found) for name in ("records", "failures"))
-    failed = {int(number): int(number) - 1 for found in made if found for number in found.get("failed", ())}
+    output.records, output.failures = (sum(run[name] for run in runs.values()) for name in ("records", "failures"))
+    failed = {int(number): int(number) - 1 for run in runs.values() for number in run.get("failed", ())}
     output.complete(_in_turns(names, lines_per_window(replace(args, **sizes)), output.records), failed)
 
 

@@ -144,13 +144,15 @@ class Workers:
         """
         begun = time.perf_counter()
         if self.args.verbose:
-            progress.details = lambda: self._rates(time.perf_counter() - begun)
+            progress.details = lambda: "".join(
+                f", worker {index} {inputs / (time.perf_counter() - begun):.1f}"
+                for index, inputs in enumerate(self._inputs)
+            )
         more = True
         while more or self._jobs or self._generating:
-            while self._idle and (self._jobs or (more and not (self._generating and ahead.is_waiting))):
-                if self._jobs:
-                    self._start(self._idle.popleft(), self._jobs.popleft())
-                    continue
+            if self._idle and self._jobs:
+                self._start(self._idle.popleft(), self._jobs.popleft())
+            elif self._idle and more and not (self._generating and ahead.is_waiting):
                 stop.finishing = bool(self._generating)
                 batch = next(batches, None)
                 stop.finishing = True
@@ -160,7 +162,7 @@ class Workers:
                     self._jobs.append(Job(batch, [(0, len(batch.items))]))
                 else:
                     yield batch, []
-            if self._generating or not self._idle:
+            else:
                 job = self._receive(SECONDS_BETWEEN_LOOKS if more and self._idle else SECONDS_BETWEEN_CHECKS)
                 if job is not None and job.ranges:
                     self._jobs.appendleft(job)
@@ -169,9 +171,6 @@ class Workers:
             if stop.requests:
                 more = False
                 self._jobs.clear()  # a batch that is not complete is not written
-
-    def _rates(self, seconds: float) -> str:
-        return "".join(f", worker {index} {inputs / seconds:.1f}" for index, inputs in enumerate(self._inputs))
 
     def _start(self, index: int, job: Job) -> None:
         part = Batch(job.items, [], job.batch.number, head=job.batch.head)

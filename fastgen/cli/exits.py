@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import FrameType
 
 from fastgen.batch.progress import Stop
@@ -34,14 +35,13 @@ SIGNALS: dict[int, int] = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATE
 NOTICE = b"\nfinishing the batch in flight; a second Ctrl-C or SIGTERM stops at once\n"
 
 
+@dataclass
 class Signals(Stop):
     """How often Ctrl-C or SIGTERM asked the run to end, and the exit status that the last one has."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.status = INTERRUPTED
+    status: int = INTERRUPTED
 
-    def handle(self, number: int, frame: FrameType | None = None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
         """A signal handler: notes the first request while `finishing`, raises KeyboardInterrupt otherwise."""
         self.requests += 1
         self.status = SIGNALS[number]

@@ -27,7 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing import get_all_start_methods, get_context
 from typing import Any, TextIO
 
@@ -64,12 +64,11 @@ def generate(cfg: Any, workers: int) -> None:
 
     workers: how many processes make lines; 0: this one does.
     """
-    folder = cfg.common_eval.results_path
-    if folder is None:
-        Generation(cfg, sys.stdout).run(workers)
-        return
-    os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, f"generate-{cfg.dataset.gen_subset}.txt"), "w", encoding="utf-8") as file:
+    target: Any = nullcontext(sys.stdout)
+    if folder := cfg.common_eval.results_path:
+        os.makedirs(folder, exist_ok=True)
+        target = open(os.path.join(folder, f"generate-{cfg.dataset.gen_subset}.txt"), "w", encoding="utf-8")
+    with target as file:
         Generation(cfg, file).run(workers)
 
 
@@ -160,7 +159,7 @@ class Generation:
 
     def run(self, count: int) -> None:
         """Generates and writes everything; `count` worker processes make the lines."""
-        if count and (why := self._no_workers_reason()):
+        if count and (why := self._why_in_between()):
             say(f"without --postprocess-workers: {why}")
             count = 0
         has_targets, sentences, tokens, seconds = False, 0, 0, 0.0
@@ -195,7 +194,7 @@ class Generation:
         if has_targets:
             self._write_score()
 
-    def _no_workers_reason(self) -> str:
+    def _why_in_between(self) -> str:
         """Returns why no other process can make the lines; "" if it can."""
         if "fork" not in get_all_start_methods():
             return f"processes cannot be forked on {sys.platform}"

@@ -1,4 +1,4 @@
-"""Errors that a user can do something about.
+"""What ends a run early: errors that a user can do something about, and requests to stop.
 
 Tests: tests/cli/transformers/test_flags.py, tests/cli/transformers/test_ends.py
 """
@@ -6,22 +6,33 @@ Tests: tests/cli/transformers/test_flags.py, tests/cli/transformers/test_ends.py
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
-
-from fastgen.patching.target import upgrade_reason
 
 
 class InputError(Exception):
     """A setting, file or model that cannot be used. The message names it, its value, and what would be accepted."""
 
-    def __str__(self) -> str:
-        """The message on one line, whatever line breaks it took over from a library's own message."""
+    def __str__(self) -> str:  # a library's own message may have lines
         return " ".join(super().__str__().split())
 
 
 class RunError(Exception):
     """A run that cannot continue, whatever its settings are. The message is one line."""
+
+
+@dataclass
+class Stop:
+    """Whether somebody asks the run to end; a command adds to `requests`.
+
+    finishing: the run does what the first request is to let finish. is_patient: the run ends by itself after the first
+    request, however long it takes.
+    """
+
+    requests: int = 0
+    finishing: bool = False
+    is_patient: bool = False
 
 
 def reason(error: BaseException) -> str:
@@ -35,12 +46,6 @@ def check_packages(*names: str, needed_by: str = "") -> None:
         raise InputError(
             f"{needed_by} needs the package {' and '.join(missing)}: pip install {' '.join(missing)}".lstrip()
         )
-
-
-def check_version(package: str, lowest: str) -> None:
-    """Raises InputError with the versions wanted and found where an older one is installed."""
-    if why := upgrade_reason(lowest, package):
-        raise InputError(why)
 
 
 def did_you_mean(name: str, known: Collection[str], otherwise: str, before: str = "") -> str:

@@ -25,7 +25,6 @@ from typing import IO, Any
 from fastgen.batch.config import STREAM
 from fastgen.batch.errors import InputError, check_packages
 
-BLOCK = 1 << 20
 READ_BLOCK = 1 << 16
 LINES_AT_ONCE = 64
 NO_VALUE = object()  # of a line of a file
@@ -94,22 +93,22 @@ def opened(flag: str, path: str, raw: bool = False) -> Iterator[Any]:
         raise
 
 
-def _read(file: Any, size: int) -> bytes:
-    """Up to `size` bytes that have arrived; `b""` means the end of the file."""
-    while (block := file.read(size)) is None:  # a pipe that somebody else has set to non-blocking
+def _read(file: Any) -> bytes:
+    """Bytes that have arrived; `b""` means the end of the file."""
+    while (block := file.read(READ_BLOCK)) is None:  # a pipe that somebody else has set to non-blocking
         select.select([file], [], [])
     return block
 
 
-def _blocks(file: Any, size: int) -> Iterator[tuple[bytes, bytes]]:
+def _blocks(file: Any) -> Iterator[tuple[bytes, bytes]]:
     """The blocks of a file, and the same with LFs at the ends of lines: a file may begin with lone CRs, and no LF."""
     raw = b""
-    while len(raw) < READ_BLOCK and b"\n" not in raw and (more := _read(file, size)):
+    while len(raw) < READ_BLOCK and b"\n" not in raw and (more := _read(file)):
         raw += more
     has_crs = b"\n" not in raw and b"\r" in raw[:-1]  # behind the last byte there may be the LF of a CRLF
     while raw:
         yield raw, raw.replace(b"\r", b"\n") if has_crs else raw
-        raw = _read(file, size)
+        raw = _read(file)
 
 
 def survey(path: str) -> Survey:
@@ -117,7 +116,7 @@ def survey(path: str) -> Survey:
     digest = hashlib.sha256()
     lines, last = 0, b"\n"
     with opened("INPUT", path) as file:
-        for raw, block in _blocks(file, BLOCK):
+        for raw, block in _blocks(file):
             digest.update(raw)
             lines += block.count(b"\n")
             last = block[-1:]
@@ -131,15 +130,14 @@ def read_chunks(
 
     From a stream that is slow it has those that are there. Of a line of more than `longest` bytes so many are kept.
     """
-    number = 1
+    number, last = 0, sys.maxsize if n_obs is None else n_obs
     with opened("INPUT", path) as file:
         for ended in _ended_lines(file, longest):
             for start in range(0, len(ended), lines):
-                chunk = enumerate(ended[start : start + lines], start=number)
-                found = [Line(place, raw[:longest], len(raw) > longest) for place, raw in chunk]
-                number += len(found)
-                yield found[: None if n_obs is None else max(0, n_obs - found[0].number + 1)]
-                if n_obs is not None and number > n_obs:
+                chunk = enumerate(ended[start : start + lines][: last - number], start=number + 1)
+                yield [Line(place, raw[:longest], len(raw) > longest) for place, raw in chunk]
+                number += min(lines, len(ended) - start)
+                if number >= last:
                     return  # without waiting for lines that are not wanted
 
 
@@ -158,7 +156,7 @@ def _ended_lines(file: Any, longest: int) -> Iterator[list[bytes]]:
     """
     begun: list[bytes] = []  # joined once: a line of many blocks would be copied for each
     held = 0
-    for _, block in _blocks(file, READ_BLOCK):
+    for _, block in _blocks(file):
         *ended, rest = block.split(b"\n")
         if ended:
             ended[0] = b"".join([*begun, ended[0]])
@@ -175,25 +173,22 @@ def check_writable(flag: str, path: str, sources: dict[str, str | None]) -> None
     """Raise InputError where `path` cannot be written, or where writing it would destroy one of the other files."""
     if path.endswith(".zst"):
         check_packages("zstandard", needed_by=f"{flag} {path}")
-    if is_url(path):
-        from fsspec.core import url_to_fs
-
-        try:
-            url_to_fs(path)
-        except (ImportError, ValueError) as error:  # a package that is not there, or a protocol that fsspec has not
-            raise InputError(f"{flag} {path}: {error}") from error
-        return
     if is_stream(path):
         return
     target = Path(os.path.realpath(path))
     try:
+        if is_url(path):
+            from fsspec.core import url_to_fs
+
+            url_to_fs(path)
+            return
         if target.is_dir():
             raise InputError(f"{flag} {path}: is a folder (accepted: a file)")
         if not target.parent.is_dir():
             raise InputError(f"{flag} {path}: there is no folder {target.parent}")
         ways = [str(beside(target, end)) for end in (".part", ".part.new", ".run.json")]
         for other_flag, other in sources.items():
-            real = None if other is None or is_url(other) else os.path.realpath(other)
+            real = other and os.path.realpath(other)
             if real == str(target):
                 raise InputError(f"{flag} {path}: is the same file as {other_flag}")
             if real in ways:
@@ -203,6 +198,8 @@ def check_writable(flag: str, path: str, sources: dict[str, str | None]) -> None
             pass
     except OSError as error:
         raise InputError(f"{flag} {path}: cannot be written ({error.strerror})") from error
+    except (ImportError, ValueError) as error:  # a package that is not there, or a protocol that fsspec has not
+        raise InputError(f"{flag} {path}: {error}") from error
 
 
 def beside(path: Path, end: str) -> Path:
@@ -271,7 +268,7 @@ def upload(path: Path, url: str, keeps: bool) -> None:
 def sha256(file: Any) -> str:
     """Returns the checksum of the rest of a file, from the present position on."""
     digest = hashlib.sha256()
-    while block := file.read(BLOCK):
+    while block := file.read(READ_BLOCK):
         digest.update(block)
     return digest.hexdigest()
 

@@ -16,12 +16,11 @@ from typing import Any
 
 import fastgen
 from fastgen.batch.config import OTHER_NAMES, BatchConfig, generation_fields, settings_of_run
-from fastgen.batch.errors import InputError, did_you_mean
+from fastgen.batch.errors import InputError, Stop, did_you_mean
 from fastgen.batch.files import Line
 from fastgen.batch.model import Loaded
 from fastgen.batch.pipeline import Pipeline, Prefetcher, SplitOnOOM
 from fastgen.batch.planner import Item
-from fastgen.batch.progress import Stop
 from fastgen.batch.records import fields_of
 from fastgen.batch.task import task_for
 

@@ -68,10 +68,7 @@ class StreamOutput:
         self._early: dict[int, Entry] = {}
 
     def check(self, signature: dict[str, Any]) -> bool:
-        """Whether the same run has completed OUTPUT already; raises InputError that names what is different.
-
-        `signature` may lack what the loaded model tells.
-        """
+        """Whether the same run has completed OUTPUT already; raises InputError that names what is different."""
         return False
 
     def begin(self, signature: dict[str, Any], sounds: SoundFolder | None = None) -> None:
@@ -313,8 +310,8 @@ class Journal(StreamOutput):
         payload = _payload(self._reader.readline())
         if not isinstance(payload, list):
             raise RunError(f"{self.path} has changed since it was read")
-        *described, record = payload
-        return Entry(*described, record.encode() + b"\n")
+        number, length, group, failed, record = payload
+        return Entry(number, length, group, failed, record.encode() + b"\n")
 
     def _assemble(self, path: Path, records: Iterable[bytes] | None = None) -> str:
         """Writes these, or all of the journal in order, compressed as OUTPUT says; returns the SHA-256."""

@@ -5,9 +5,7 @@
     behind it       workers finish what was generated, and write it batch after batch
 
 Each waits when there is enough for the next. `Prefetcher` gives the plan, batch after batch; `SplitOnOOM` runs one,
-whichever came before; `Pipeline` hands what came of it to the journal, in the order of the plan. A batch that fails is
-split until the lines that fail stand alone. Random numbers are seeded per batch, so that a batch gives the same samples
-whoever runs it, and whenever.
+whichever came before; `Pipeline` hands what came of it to the journal, in the order of the plan.
 
 Tests: tests/batch/test_pipeline.py, tests/batch/test_memory.py, tests/batch/test_stage_threads.py
 """
@@ -27,11 +25,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from fastgen.batch.errors import RunError, reason
+from fastgen.batch.errors import RunError, Stop, reason
 from fastgen.batch.files import Line
 from fastgen.batch.journal import Entry
 from fastgen.batch.planner import Batch, GeneratedBatch, Item, Planner
-from fastgen.batch.progress import Stop
 from fastgen.batch.task import Task
 
 BATCHES_AHEAD = 4
@@ -148,9 +145,9 @@ class Prefetcher(Ahead[Batch]):
 class SplitOnOOM:
     """Gives batches to the task's model; one that fails is halved, until the items that fail stand alone.
 
-    What does not fit once is not tried again: a later part as large as that is halved at once, as it would be after
-    an error. So the parts depend on the batch and on the memory, not on what came before. Smaller batches keep their
-    cut. seed: of the random numbers of the run; None leaves torch's alone. say: gets a line for every smaller limit.
+    What does not fit once is not tried again: a later part as large as that is halved immediately. So the parts depend
+    on the batch and on the memory, not on what came before. seed: of the run, from which each part has its own, so that
+    it gives the same samples whenever it is run; None leaves torch's alone. say: gets a line for every smaller limit.
     """
 
     def __init__(self, task: Task, say: Callable[[str], None], seed: int | None) -> None:
@@ -158,10 +155,7 @@ class SplitOnOOM:
         self.too_large: int | None = None  # rows times their width, to which the memory of a batch is proportional
 
     def __call__(self, batch: Batch, start: int = 0) -> list[GeneratedBatch]:
-        """What is generated for the batch, in one part or in several; an item that fails alone says why.
-
-        start: the place of its first item in the batch that it is a part of.
-        """
+        """What is generated for a batch, or for the part of one from `start` on; an item that fails alone says why."""
         items, rows = batch.items, len(batch.items)
         if not batch.inputs:
             return []
@@ -230,9 +224,9 @@ def _device_works_sync() -> bool:
 class Pipeline:
     """Runs the model over batches. Workers behind it finish what was generated and call `write`, batch after batch.
 
-    write: takes all items of a batch, also those that needed no model, and how much was generated for them. elsewhere:
-    generates for batches instead, and finishes them: gives each with how much was generated, in any order. gives_up:
-    after several batches of which every item fails.
+    write: takes all items of a batch, and how much was generated for them. elsewhere: generates for batches instead,
+    and finishes them: gives each with how much was generated, in any order. gives_up: after several batches of which
+    every item fails.
     """
 
     def __init__(
@@ -257,7 +251,7 @@ class Pipeline:
         """Yields after each batch; ends early, with the batch in flight finished, when somebody asks for that.
 
         Batches of which every item fails are held back until one does not: it may be something else than their lines
-        that fails, and then they are left to a run that goes on. Raises RunError where there are several.
+        that fails. Raises RunError if there are several, which are left to a run that resumes.
         """
         held: list[tuple[Batch, list[Any]]] = []
         failed: list[Item] = []  # the first of each batch that failed in every line, of those in a row

@@ -1,9 +1,8 @@
 """Batches of lines: lines of about the same length together, none larger than asked for.
 
 A batch costs as many steps as its longest output and as many positions as its longest input for each of its rows, so
-lines of one length go together: read ahead a window of lines, sort, cut. The cut depends on INPUT and on flags only,
-never on what a device could hold: every run, also one that goes on, has the same batches under the same numbers.
-Prompts of decoder-only models that begin alike get batches of their own, and their beginning is kept between them.
+lines of one length go together: read ahead a window of lines, sort, cut. The cut depends on INPUT and on flags only:
+every run, also one that resumes, has the same batches under the same numbers.
 
 Tests: tests/batch/test_planner.py, tests/batch/test_default_batch.py, tests/batch/test_heads.py
 """
@@ -11,11 +10,12 @@ Tests: tests/batch/test_planner.py, tests/batch/test_default_batch.py, tests/bat
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import accumulate, groupby, repeat, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,11 +97,10 @@ class Planner:
     """Cuts INPUT into batches.
 
     rows: inputs of a batch at most. padded_tokens: inputs × the longest one's length at most; one is always allowed.
-    window: so many lines are planned by themselves, and their batches count from the index of the first on: shards look
-    at no others. sorts: by length, longest first, so that what does not fit into memory shows immediately; otherwise
-    batches have items as they stand in INPUT. window_tokens: those sorted together, if lines are long. by_head: batches
-    have heads, and items that begin alike share batches, if they fill one. merges: equal items of a window are
-    generated once.
+    window: so many lines are planned by themselves, and their batches count from the index of the first on. sorts: by
+    length, longest first, so that what does not fit into memory shows immediately. window_tokens: those sorted
+    together, if lines are long. by_head: batches have heads, and items that begin alike share batches, if they fill
+    one. merges: equal items of a window are generated once.
     """
 
     rows: int | None
@@ -115,17 +114,15 @@ class Planner:
     def __call__(self, items: Iterable[Item]) -> Iterator[Batch]:
         """Yields the batches of all items, each as soon as it is complete."""
         for window, lines in groupby(items, key=lambda item: (item.line.number - 1) // self.window):
-            yield from self._planned(lines, window * self.window)
-
-    def _planned(self, items: Iterable[Item], number: int) -> Iterator[Batch]:
-        """Yields the batches of a window, which are numbered from `number` on."""
-        others: list[Item] = []  # which need no model, and wait for a batch that takes them along
-        for found, head, ends_window in self._cuts(self._generated(items, others)):
-            yield Batch(found, others[:], number, ends_window, head=head)
-            others.clear()
-            number += 1
-        if others:
-            yield Batch([], others, number)
+            number = window * self.window
+            others: list[Item] = []  # which need no model, and wait for a batch that takes them along
+            for batch in self._batches(self._generated(lines, others)):
+                batch.number, batch.others = number, others[:]
+                yield batch
+                others.clear()
+                number += 1
+            if others:
+                yield Batch([], others, number)
 
     def _generated(self, items: Iterable[Item], others: list[Item]) -> Iterator[Item]:
         """Items to generate for; the rest, but for what is written, goes to `others`."""
@@ -135,15 +132,15 @@ class Planner:
             elif not item.is_written:
                 others.append(item)
 
-    def _cuts(self, items: Iterator[Item]) -> Iterator[tuple[list[Item], int, bool]]:
-        """Yields the items of each batch, its head, and whether it ends what is sorted together."""
-        if not self.sorts:
-            before: list[Item] = []
-            for batch in self._cut(items):
-                yield batch, common_head([*(before or batch)[:1], *batch]) if self.by_head else 0, True
-                before = batch
-            return
+    def _batches(self, items: Iterator[Item]) -> Iterator[Batch]:
+        """Yields batches without their numbers."""
         waiting: list[Item] = []
+        if not self.sorts:
+            for batch in self._cut(items):
+                head = common_head([*(waiting or batch)[:1], *batch]) if self.by_head else 0
+                yield Batch(batch, [], 0, head=head)
+                waiting = batch
+            return
         tokens = 0
         for item in items:
             waiting.append(item)
@@ -153,8 +150,8 @@ class Planner:
                 waiting, tokens = [], 0
         yield from self._sorted(waiting)
 
-    def _sorted(self, items: list[Item]) -> Iterator[tuple[list[Item], int, bool]]:
-        """Yields the batches of items that begin alike, if they fill one; then those of all others."""
+    def _sorted(self, items: list[Item]) -> list[Batch]:
+        """Returns the batches of items that begin alike, if they fill one; then those of all others."""
         if self.merges:
             items = merged(items)
         by_beginning: dict[bytes, list[Item]] = {}
@@ -163,13 +160,14 @@ class Planner:
                 by_beginning.setdefault(item.arrays["input_ids"][:LEAST_HEAD].tobytes(), []).append(item)
         sets = [alike for alike in by_beginning.values() if len(alike) >= (self.rows or LEAST_INPUTS)]
         taken = {id(item) for alike in sets for item in alike}
-        cuts = []
+        batches: list[Batch] = []
         for alike in [*sets, [item for item in items if id(item) not in taken]]:
             head = common_head(alike) if self.by_head else 0
             alike.sort(key=lambda item: (repr(item.group), -item.length))
-            cuts += [(batch, head) for batch in self._cut(alike)]
-        for place, (batch, head) in enumerate(cuts, start=1):
-            yield batch, head, place == len(cuts)
+            batches += [Batch(batch, [], 0, ends_window=False, head=head) for batch in self._cut(alike)]
+        for batch in batches[-1:]:
+            batch.ends_window = True
+        return batches
 
     def _cut(self, items: Iterable[Item]) -> Iterator[list[Item]]:
         """Yields batches: as many items of one group, next to each other, as a batch may have."""
@@ -195,20 +193,15 @@ def merged(items: list[Item]) -> list[Item]:
 
     A batch is written with the copies of its items: an item that an earlier run has written has none left.
     """
-    firsts: dict[tuple[Any, ...], Item] = {}
-    others = []
+    firsts: dict[Any, Item] = {}
     for item in items:
-        is_sampled = isinstance(item.group, list) and dict(item.group).get("do_sample")
-        if item.arrays is None or is_sampled:
-            others.append(item)
-            continue
-        arrays = tuple((name, array.shape, array.tobytes()) for name, array in item.arrays.items())
-        first = firsts.setdefault((*arrays, repr(item.group)), item)
-        if first is item:
-            others.append(item)
-        else:
+        key: Any = id(item)
+        if item.arrays is not None and not (isinstance(item.group, list) and dict(item.group).get("do_sample")):
+            arrays = ((name, array.shape, array.tobytes()) for name, array in item.arrays.items())
+            key = (*arrays, repr(item.group))
+        if (first := firsts.setdefault(key, item)) is not item:
             first.copies.append(item)
-    return others
+    return list(firsts.values())
 
 
 def common_head(items: list[Item]) -> int:
@@ -221,10 +214,8 @@ def common_head(items: list[Item]) -> int:
     for row in rows[1:]:
         differs = row[:head] != rows[0][:head]
         head = int(differs.argmax()) if differs.any() else head
-    rounded = 0.0
-    while max(LEAST_HEAD, rounded * HEAD_GROWTH) <= head:
-        rounded = max(LEAST_HEAD, rounded * HEAD_GROWTH)
-    return int(rounded)
+    lengths = accumulate(repeat(HEAD_GROWTH), operator.mul, initial=float(LEAST_HEAD))
+    return int(max(takewhile(lambda length: length <= head, lengths), default=0))
 
 
 def make_planner(args: BatchConfig, loaded: Loaded, in_order: bool, by_head: bool) -> Planner:
@@ -249,9 +240,9 @@ def lines_per_window(args: BatchConfig) -> int:
 def with_batch_size(args: BatchConfig, loaded: Loaded, inputs: int | None) -> BatchConfig:
     """`args`, with --bs and --batch_tokens where neither is given: `inputs`, or None for what is chosen here.
 
-    A batch is as large as a quarter of the memory beside the model allows, counted in the keys and values of its
-    tokens, but not larger than what still gains: a larger one has more padding, and all of it waits for the longest
-    output. All memory of the machine counts, not what is free: a seed is to give the same samples again.
+    A batch is as large as a part of the memory beside the model allows, counted in the keys and values of its tokens,
+    but not larger than what still gains. All memory of the machine counts, not what is free, so that a run that is
+    repeated has the same batches.
     """
     if args.bs is not None or args.batch_tokens is not None:
         return args

@@ -4,8 +4,7 @@
     OUTPUT.part       the journal of these lines alone, from which --resume goes on
     OUTPUT            the old records with the new ones in their places, under its name at once
 
-OUTPUT keeps the signature of the run that made it, by which --resume and --merge know it. What decides which line a
-record is of, and what it looks like, must be as it was; other flags may be why lines failed (--bs, --truncation).
+OUTPUT keeps the signature of the run that made it, by which --resume and --merge know it.
 
 Tests: tests/batch/test_retry.py
 """
@@ -23,7 +22,7 @@ from fastgen.batch.signature import DIGEST, differences
 if TYPE_CHECKING:
     from fastgen.batch.audio import SoundFolder
 
-# Flags that decide what a line is, and what its record looks like.
+# Flags that decide what a line is, and what its record looks like; others may be why lines failed.
 OF_RECORDS = (
     *("task", "causal_lm", "chat", "input_format", "output_format", "text_field", "id_field", "join_outputs"),
     *("output_sequence_scores", "n_obs", "num_shards", "shard_id"),

@@ -11,20 +11,19 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import fastgen
 from fastgen.batch import files, records, shards
 from fastgen.batch.config import STREAM, BatchConfig
-from fastgen.batch.errors import InputError, RunError
+from fastgen.batch.errors import InputError, RunError, Stop
 from fastgen.batch.journal import Entry, Journal, StreamOutput
 from fastgen.batch.metrics import references_of, scores_of_output
 from fastgen.batch.planner import Item
-from fastgen.batch.progress import Progress, Stop
 from fastgen.batch.retry import Retry
 from fastgen.batch.signature import signature, with_commit
 from fastgen.batch.task import Task, task_for
@@ -41,6 +40,26 @@ class Outcome:
     records: int
     failures: int
     scores: dict[str, Any] | None
+
+
+class Progress(Protocol):
+    """Hears how far a run is, and shows it or not.
+
+    start: of `total` inputs, None if nobody knows, `done` are written. unit: of amounts. finished: counts a batch;
+    failures: lines in it, with their errors. say: what went wrong. note: what a user should know. line: what the run
+    does. close: the count ends, whether the run is complete or not. end: what was done, and how fast. details: gives
+    what a line about the speed says besides.
+    """
+
+    details: Callable[[], str] = str
+
+    def start(self, total: int | None, done: int, unit: str) -> None: ...
+    def finished(self, inputs: int, amount: float, failures: list[tuple[int, str]]) -> None: ...
+    def say(self, message: str) -> None: ...
+    def note(self, message: str) -> None: ...
+    def line(self, message: str) -> None: ...
+    def close(self) -> None: ...
+    def end(self) -> None: ...
 
 
 def run(args: BatchConfig, stop: Stop, progress: Progress) -> Outcome:
@@ -103,7 +122,7 @@ def _generate(task: Task, surveyed: files.Survey | None, output: StreamOutput, s
         if args.workers is not None:  # --ray needs it
             from fastgen.batch.workers import started
 
-            workers = after.enter_context(started(args, stop, progress))
+            workers = after.enter_context(started(args, stop, progress.say))
         _go_through(task, surveyed, output, stop, workers, progress)
 
 
@@ -149,7 +168,9 @@ def _go_through(
     try:
         generate = SplitOnOOM(task, progress.say, args.seed)
         ahead = Prefetcher(_chunks(task, output), task, planner, output.entry, collates=workers is None)
-        elsewhere = None if workers is None else partial(workers.run, ahead=ahead, stop=stop, progress=progress)
+        elsewhere = None if workers is None else partial(workers.run, ahead=ahead, stop=stop)
+        if workers is not None and args.verbose:
+            progress.details = workers.rates
         Pipeline(task, generate, write, stop, elsewhere, output.failed is None).drain(ahead)
         _complete(args, surveyed, output, total)
     finally:

@@ -39,16 +39,14 @@ def signature(args: BatchConfig, survey: Survey | None) -> dict[str, Any]:
     names = {each.name for each in fields(args)} - {"gen", "named", *WITHOUT_EFFECT_ON_RECORDS}
     settings = {args.named(name): getattr(args, name) for name in sorted(names)}
     settings |= {args.named(name): value for name, value in args.gen}
-    folder = model_folder(args.model)
     model = {"MODEL": args.model}
-    if folder is not None:
+    if (folder := model_folder(args.model)) is not None:
         files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.endswith(IGNORED_FILES))
         model = {f"MODEL's {path.name}": _digest(path) for path in files}
-    content = {
-        "INPUT's content": None if survey is None else DIGEST + survey.sha256,
-        "INPUT's number of lines": None if survey is None else survey.lines,
-    }
-    return json.loads(json.dumps(settings | model | content))
+    content = None if survey is None else DIGEST + survey.sha256
+    lines = None if survey is None else survey.lines
+    contents = {"INPUT's content": content, "INPUT's number of lines": lines}
+    return json.loads(json.dumps(settings | model | contents))
 
 
 def model_folder(model: str) -> Path | None:
@@ -101,14 +99,12 @@ def _in_words(value: Any) -> str:
 
 def _digest(path: Path) -> str:
     """Returns the checksum of a file; of a large one of its size and samples, which differ for other weights."""
-    digest = hashlib.sha256()
     size = os.path.getsize(path)
-    digest.update(f"{size}\n".encode())
+    digest = hashlib.sha256(f"{size}\n".encode())
     with path.open("rb") as file:
         if size <= LARGE_FILE:
             digest.update(file.read())
-        else:
-            for number in range(SAMPLES):
-                file.seek(number * (size - SAMPLE) // (SAMPLES - 1))
-                digest.update(file.read(SAMPLE))
+        for number in range(SAMPLES if size > LARGE_FILE else 0):
+            file.seek(number * (size - SAMPLE) // (SAMPLES - 1))
+            digest.update(file.read(SAMPLE))
     return DIGEST + digest.hexdigest()

@@ -23,10 +23,11 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastgen.batch.config import AUDIO_OUT, TASKS, BatchConfig
-from fastgen.batch.errors import InputError, check_packages, check_version
+from fastgen.batch.errors import InputError, check_packages
 from fastgen.batch.files import LINES_AT_ONCE, Line, is_stream, is_url
 from fastgen.batch.planner import Batch, GeneratedBatch, Item, Planner, make_planner, with_batch_size
 from fastgen.optimizer.transformers import TESTED
+from fastgen.patching.target import upgrade_reason
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +42,8 @@ SOUNDS_AT_ONCE = 8  # in a batch: of frames, most of which a model joins at firs
 
 def task_for(args: BatchConfig) -> Task:
     """Returns the task that the settings ask for; raises InputError for settings that do not go with it."""
-    check_version("transformers", TESTED[0])
+    if why := upgrade_reason(TESTED[0], "transformers"):
+        raise InputError(why)
     of_text = ChatTask if args.chat else CausalTask if args.causal_lm else TextTask
     task = OF_SOUND.get(args.task or "", of_text)(args)
     task.validate()

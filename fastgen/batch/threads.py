@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -58,25 +58,21 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     The smallest quota of the process's group and all groups above it, in version 1 and 2. A path that is not mounted,
     as in containers, is looked for above.
     """
-    quotas = []
+    quotas: list[float] = []
     for line in _words(root / "proc/self/cgroup", separator="\n"):
         _, controllers, path = line.split(":", 2)
         mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
         if not controllers or "cpu" in controllers.split(","):
             group = mount / path.lstrip("/")
             folders = [folder for folder in (group, *group.parents) if folder.is_relative_to(mount)]
-            quotas += [quota for folder in folders for quota in _quotas_of(folder)]
+            for folder in folders:  # "150000 100000" or "max 100000" in version 2, two files in 1
+                words = _words(folder / "cpu.max")
+                words = words or [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
+                with suppress(ValueError):  # "max", and what no kernel writes
+                    microseconds, period = map(int, words)
+                    if microseconds > 0 and period > 0:
+                        quotas.append(microseconds / period)
     return min(quotas, default=None)
-
-
-def _quotas_of(folder: Path) -> Iterator[float]:
-    """The quota of one group in CPUs, if it has one: "150000 100000" or "max 100000" in version 2, two files in 1."""
-    words = _words(folder / "cpu.max")
-    words = words or [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
-    with suppress(ValueError):  # "max", and what no kernel writes
-        microseconds, period = map(int, words)
-        if microseconds > 0 and period > 0:
-            yield microseconds / period
 
 
 def _words(file: Path, separator: str | None = None) -> list[str]:

@@ -3,9 +3,9 @@
     Prefetcher → batch → Workers ┬→ Worker: collate, generate, finish ┬→ batch, amounts → Pipeline → journal
                                  └→ Worker …                          ┘
 
-The plan, the seeds and the journal are those of one process, so OUTPUT is the same. Ray places the workers, restarts
-those that died, and retries the loading of a model. What is decided here is the batch that a worker died with: it is
-tried again by the next idle worker, since Ray may never find a place for the same one, and then halved.
+Ray places the workers, restarts those that died, and retries the loading of a model. What is decided here is the batch
+that a worker died with: it is tried again by the next idle worker, since Ray may never find a place for the same one,
+and then halved.
 
 Tests: tests/batch/test_workers.py
 """
@@ -29,15 +29,13 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from fastgen.batch.config import BatchConfig
-from fastgen.batch.errors import InputError, RunError, reason
+from fastgen.batch.errors import InputError, RunError, Stop, reason
 from fastgen.batch.planner import Batch, Item
-from fastgen.batch.progress import Stop
 from fastgen.batch.task import Task, task_for
 from fastgen.batch.threads import threads_per_worker, usable_cpus
 
 if TYPE_CHECKING:
     from fastgen.batch.pipeline import Prefetcher
-    from fastgen.batch.progress import Progress
 
 CPUS_PER_WORKER = 4  # --workers auto, on CPUs
 MOST_RESTARTS = 10  # of a worker; then it is left out
@@ -74,10 +72,7 @@ class Worker:
         return task.args
 
     def generate(self, batch: Batch, start: int) -> tuple[list[tuple[Any, str | None]], float, list[str]]:
-        """Returns outputs and error of each item, how much was generated, and lines for stderr.
-
-        start: the index of the first item in the batch that this is a part of.
-        """
+        """Returns outputs and error of each item, how much was generated, and lines for stderr: see SplitOnOOM."""
         self._messages.clear()
         batch.inputs = self._task.collate(batch.items)
         amount = sum(map(self._task.finish, self._generate(batch, start)))
@@ -135,19 +130,9 @@ class Workers:
         args = replace(task.args, bs=self.args.bs, batch_tokens=self.args.batch_tokens)
         task.args = task.loaded.args = args
 
-    def run(
-        self, batches: Iterator[Batch], ahead: Prefetcher, stop: Stop, progress: Progress
-    ) -> Iterator[tuple[Batch, list[float]]]:
-        """Yields each batch with the amounts generated for it, in any order.
-
-        Ends early, with what is in flight finished, if somebody asks for that.
-        """
-        begun = time.perf_counter()
-        if self.args.verbose:
-            progress.details = lambda: "".join(
-                f", worker {index} {inputs / (time.perf_counter() - begun):.1f}"
-                for index, inputs in enumerate(self._inputs)
-            )
+    def run(self, batches: Iterator[Batch], ahead: Prefetcher, stop: Stop) -> Iterator[tuple[Batch, list[float]]]:
+        """Yields each batch with the amounts generated for it, in any order; a stop lets finish what is in flight."""
+        self._begun = time.perf_counter()
         more = True
         while more or self._jobs or self._generating:
             if self._idle and self._jobs:
@@ -172,6 +157,11 @@ class Workers:
                 more = False
                 self._jobs.clear()  # a batch that is not complete is not written
 
+    def rates(self) -> str:
+        """Returns how many inputs each worker generates for in a second."""
+        seconds = time.perf_counter() - self._begun
+        return "".join(f", worker {index} {inputs / seconds:.1f}" for index, inputs in enumerate(self._inputs))
+
     def _start(self, index: int, job: Job) -> None:
         part = Batch(job.items, [], job.batch.number, head=job.batch.head)
         generate = self._workers[index].generate.options(max_task_retries=0)
@@ -180,12 +170,12 @@ class Workers:
     def _receive(self, seconds: float) -> Job | None:
         """Waits `seconds` for the next answer of a worker; returns the job it is about, unless that is to load."""
         answers, _ = ray.wait([*self._loading, *self._generating], timeout=seconds)
-        if answers and answers[0] in self._loading:
-            self._loaded(answers[0])
-        elif answers:
+        if not answers:
+            self._check_ray()
+        elif answers[0] in self._generating:
             return self._generated(answers[0])
         else:
-            self._check_ray()
+            self._loaded(answers[0])
         return None
 
     def _check_ray(self) -> None:
@@ -245,12 +235,11 @@ def _cause(error: RayError) -> Exception:
 
 
 @contextmanager
-def started(args: BatchConfig, stop: Stop, progress: Progress) -> Iterator[Workers]:
+def started(args: BatchConfig, stop: Stop, say: Callable[[str], None]) -> Iterator[Workers]:
     """Yields workers that load their models, in a Ray for this run only or in the cluster of --ray."""
     if args.device not in (None, "cpu", "cuda"):
-        raise InputError(
-            f"{args.given('device')} does not go with {args.named('workers')} (accepted: cuda, a GPU for each, or cpu)"
-        )
+        accepted = "accepted: cuda, a GPU for each, or cpu"
+        raise InputError(f"{args.given('device')} does not go with {args.named('workers')} ({accepted})")
     options: dict[str, Any] = {"address": args.ray, "logging_level": logging.ERROR, "log_to_driver": False}
     if args.ray is None:
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray has 15, so that a model waits for every other program
@@ -275,7 +264,7 @@ def started(args: BatchConfig, stop: Stop, progress: Progress) -> Iterator[Worke
             threads = threads_per_worker(count) if args.ray is None else 0
             args = replace(args, output=os.path.abspath(args.output), quiet=True)  # workers write sounds
             stop.is_patient = False
-            yield Workers(args, count, threads, int(gpus > 0), progress.say)
+            yield Workers(args, count, threads, int(gpus > 0), say)
         finally:
             wait([starting])
             ray.shutdown()

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
-from fastgen.batch.progress import Stop
+from fastgen.batch.errors import Stop
 
 FAILED = 1
 UNUSABLE = 2

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from fastgen.batch.errors import Stop
 from fastgen.batch.files import Line
 from fastgen.batch.pipeline import BATCHES_AHEAD, RESULTS_PER_WORKER, Ahead, Pipeline, Prefetcher
 from fastgen.batch.planner import Batch, Item, Planner
-from fastgen.batch.progress import Stop
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

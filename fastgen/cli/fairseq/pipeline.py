@@ -7,8 +7,7 @@
           Printer.lines(…)       there: the lines of the batch, and pairs of a target and a hypothesis
       Generation.write(…)        here, in the order of the batches: lines to the file, pairs to the scorer
 
-The workers are forked when everything is loaded, which is how they get the dictionaries. Without workers, this process
-writes the lines of a batch before it comes to the next one.
+The workers are forked when everything is loaded, which is how they get the dictionaries.
 
 Tests: tests/cli/fairseq/test_cli_fairseq_output.py, tests/cli/fairseq/test_cli_fairseq_ends.py,
 tests/cli/fairseq/test_cli_fairseq_workers.py
@@ -27,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from multiprocessing import get_all_start_methods, get_context
 from typing import Any, TextIO
 
@@ -60,15 +59,13 @@ SCORED_WORDS = (
 
 
 def generate(cfg: Any, workers: int) -> None:
-    """Writes what fairseq-generate writes; all of it is written when this returns, or raises the first error.
-
-    workers: how many processes make lines; 0: this one does.
-    """
-    target: Any = nullcontext(sys.stdout)
-    if folder := cfg.common_eval.results_path:
-        os.makedirs(folder, exist_ok=True)
-        target = open(os.path.join(folder, f"generate-{cfg.dataset.gen_subset}.txt"), "w", encoding="utf-8")
-    with target as file:
+    """Writes what fairseq-generate writes; `workers` processes make the lines, or this one if they are 0."""
+    folder = cfg.common_eval.results_path
+    if folder is None:
+        Generation(cfg, sys.stdout).run(workers)
+        return
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, f"generate-{cfg.dataset.gen_subset}.txt"), "w", encoding="utf-8") as file:
         Generation(cfg, file).run(workers)
 
 
@@ -223,10 +220,9 @@ class Generation:
 
 
 class Workers(AbstractContextManager):
-    """`count` processes that turn batches into lines and pairs, which are written in the order of the batches.
+    """`count` processes that turn batches into lines and pairs, for `write` to get in the order of the batches.
 
-    write: called with them by the thread that calls `submit` and `wait`. With no process a batch is written when it is
-    submitted.
+    It is called by the thread that calls `submit` and `wait`; with no process, when a batch is submitted.
     """
 
     def __init__(self, printer: Printer, write: Callable[[Any], None], count: int) -> None:

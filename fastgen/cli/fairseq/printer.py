@@ -61,22 +61,19 @@ class Printer:
     def sentences(self, sample: dict[str, Any], hypos: list[list[dict[str, Any]]]) -> list[Sentence]:
         """Returns a batch without tensors."""
         numbers = sample["id"].tolist()
-        sources: list[Any] = [None] * len(numbers)
-        targets = sources
-        if self.replacements is not None:
-            sources = [self.dataset.src.get_original_text(number) for number in numbers]
-        elif self.source_dictionary is not None:
-            sources = self._tokens(sample["net_input"]["src_tokens"])
-        if sample["target"] is not None and self.replacements is not None:
-            targets = [self.dataset.tgt.get_original_text(number) for number in numbers]
-        elif sample["target"] is not None:
-            targets = self._tokens(sample["target"])
+        has_source = self.source_dictionary is not None or self.replacements is not None
+        sources = self._side("src", sample["net_input"]["src_tokens"] if has_source else None, numbers)
+        targets = self._side("tgt", sample["target"], numbers)
         best = [[self._hypothesis(hypo) for hypo in hypos_of_one[: self.nbest]] for hypos_of_one in hypos]
         return [Sentence(*fields) for fields in zip(numbers, sources, targets, best)]
 
-    def _tokens(self, side: torch.Tensor) -> list[list[int]]:
+    def _side(self, name: str, tokens: torch.Tensor | None, numbers: list[int]) -> list[Any]:
+        if tokens is None:
+            return [None] * len(numbers)
+        if self.replacements is not None:
+            return [getattr(self.dataset, name).get_original_text(number) for number in numbers]
         padding = self.target_dictionary.pad()
-        return [[token for token in row if token != padding] for row in side.tolist()]
+        return [[token for token in row if token != padding] for row in tokens.tolist()]
 
     def _hypothesis(self, hypo: dict[str, Any]) -> Hypothesis:
         """Turns natural logarithms into those of base 2."""

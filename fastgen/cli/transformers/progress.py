@@ -12,13 +12,13 @@ import time
 
 from tqdm import tqdm
 
-from fastgen.batch import progress
+from fastgen.batch import run
 from fastgen.cli.transformers.args import PROG
 
 SECONDS_BETWEEN_LINES = 10.0
 
 
-class Progress(progress.Progress):
+class Progress(run.Progress):
     """Counts what is finished; called by the thread that writes."""
 
     def __init__(self, quiet: bool) -> None:

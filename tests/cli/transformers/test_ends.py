@@ -12,7 +12,7 @@ import pytest
 from cli_loop import command, write_lines
 from cli_models import save_bart, sentences
 
-from fastgen.batch.progress import Stop
+from fastgen.batch.errors import Stop
 from fastgen.cli.transformers import command as module
 from fastgen.cli.transformers.args import PROG
 

@@ -156,9 +156,10 @@ class SplitOnOOM:
 
     def __call__(self, batch: Batch, start: int = 0) -> list[GeneratedBatch]:
         """What is generated for a batch, or for the part of one from `start` on; an item that fails alone says why."""
+        return self._parts(batch, start) if batch.inputs else []
+
+    def _parts(self, batch: Batch, start: int) -> list[GeneratedBatch]:
         items, rows = batch.items, len(batch.items)
-        if not batch.inputs:
-            return []
         if rows == 1 or self.too_large is None or rows * max(item.length for item in items) < self.too_large:
             generated = self._generate(batch, start)
             if isinstance(generated, GeneratedBatch):
@@ -170,7 +171,7 @@ class SplitOnOOM:
         parts = []
         for first, some in ((0, items[:half]), (half, items[half:])):
             part = Batch(some, [], batch.number, inputs=self._task.collate(some), head=batch.head)
-            parts += self(part, start + first)
+            parts += self._parts(part, start + first)
         return parts
 
     def _generate(self, part: Batch, start: int) -> GeneratedBatch | str:

@@ -136,7 +136,10 @@ class Workers:
         more = True
         while more or self._jobs or self._generating:
             if self._idle and self._jobs:
-                self._start(self._idle.popleft(), self._jobs.popleft())
+                index, job = self._idle.popleft(), self._jobs.popleft()
+                part = Batch(job.items, [], job.batch.number, head=job.batch.head)
+                generate = self._workers[index].generate.options(max_task_retries=0)
+                self._generating[generate.remote(part, job.ranges[0][0])] = index, job
             elif self._idle and more and not (self._generating and ahead.is_waiting):
                 stop.finishing = bool(self._generating)
                 batch = next(batches, None)
@@ -148,11 +151,11 @@ class Workers:
                 else:
                     yield batch, []
             else:
-                job = self._receive(SECONDS_BETWEEN_LOOKS if more and self._idle else SECONDS_BETWEEN_CHECKS)
-                if job is not None and job.ranges:
-                    self._jobs.appendleft(job)
-                elif job is not None:
-                    yield job.batch, job.amounts
+                answered = self._receive(SECONDS_BETWEEN_LOOKS if more and self._idle else SECONDS_BETWEEN_CHECKS)
+                if answered is not None and answered.ranges:
+                    self._jobs.appendleft(answered)
+                elif answered is not None:
+                    yield answered.batch, answered.amounts
             if stop.requests:
                 more = False
                 self._jobs.clear()  # a batch that is not complete is not written
@@ -161,11 +164,6 @@ class Workers:
         """Returns how many inputs each worker generates for in a second."""
         seconds = time.perf_counter() - self._begun
         return "".join(f", worker {index} {inputs / seconds:.1f}" for index, inputs in enumerate(self._inputs))
-
-    def _start(self, index: int, job: Job) -> None:
-        part = Batch(job.items, [], job.batch.number, head=job.batch.head)
-        generate = self._workers[index].generate.options(max_task_retries=0)
-        self._generating[generate.remote(part, job.ranges[0][0])] = index, job
 
     def _receive(self, seconds: float) -> Job | None:
         """Waits `seconds` for the next answer of a worker; returns the job it is about, unless that is to load."""

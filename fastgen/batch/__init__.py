@@ -1,4 +1,4 @@
-"""Files of inputs, and lists of them, through a model of transformers: the library that the command is made of.
+"""Generates for files and lists of inputs with a model of transformers: the library that the command is made of.
 
     BatchConfig ─► run ──► Task: text, chat, speech in, speech out
                     │        prepare ─► Planner ─► collate ─► generate ─► finish     Pipeline: in threads

@@ -172,7 +172,7 @@ def _warn_of_estimate(path: Path, frames_read: int, estimated: int, rate: int) -
 class SoundFolder:
     """The folder OUTPUT.audio: mono WAV files of one sampling rate, one for each line; threads may write to it.
 
-    While a run goes on it is OUTPUT.part.audio. It gets its name just before OUTPUT does.
+    During a run it is OUTPUT.part.audio. It gets its name just before OUTPUT does.
     """
 
     def __init__(self, args: BatchConfig, sampling_rate: int) -> None:

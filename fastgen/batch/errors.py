@@ -26,8 +26,8 @@ class RunError(Exception):
 class Stop:
     """Whether somebody asks the run to end; a command adds to `requests`.
 
-    finishing: the run does what the first request is to let finish. is_patient: the run ends by itself after the first
-    request, however long it takes.
+    finishing: the first request waits for the present work, such as a batch. is_patient: the run ends by itself after
+    the first request, however long it takes.
     """
 
     requests: int = 0

@@ -170,7 +170,7 @@ def _ended_lines(file: Any, longest: int) -> Iterator[list[bytes]]:
 
 
 def check_writable(flag: str, path: str, sources: dict[str, str | None]) -> None:
-    """Raise InputError where `path` cannot be written, or where writing it would destroy one of the other files."""
+    """Raises InputError if `path` cannot be written, or if writing it would destroy one of the other files."""
     if path.endswith(".zst"):
         check_packages("zstandard", needed_by=f"{flag} {path}")
     if is_stream(path):
@@ -203,7 +203,7 @@ def check_writable(flag: str, path: str, sources: dict[str, str | None]) -> None
 
 
 def beside(path: Path, end: str) -> Path:
-    """OUTPUT, .part -> OUTPUT.part"""
+    """Returns a path next to OUTPUT: OUTPUT, .part -> OUTPUT.part."""
     return path.with_name(path.name + end)
 
 

@@ -24,7 +24,7 @@ from fastgen.batch.planner import Item
 from fastgen.batch.records import fields_of
 from fastgen.batch.task import task_for
 
-# Flags that say where the command reads and writes.
+# Flags of files, formats, shards and workers, which only the command has.
 OF_FILES = (
     *("model", "input", "output", "resume", "overwrite", "retry_failed", "n_obs", "reference_path"),
     *("reference_field", "score_path", "workers", "ray", "verbose", "num_shards", "shard_id", "merge"),
@@ -53,7 +53,7 @@ class TextGenerator:
     """Generates for many inputs with the command's pipeline: tokenising, batching by length, recovering from errors.
 
     model: a local folder, a name on the hub, demo, or a model of transformers together with its `tokenizer`.
-    settings: those of BatchConfig, which are the command's flags by name (`beam=4`, `bs=16`, `task="speech-to-text"`,
+    settings: the command's flags by name, except OF_FILES (`beam=4`, `bs=16`, `task="speech-to-text"`,
     `causal_lm=True, chat=True`, …), and every field of GenerationConfig. With a `seed`, every call draws the same
     samples for the same inputs.
 

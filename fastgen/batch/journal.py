@@ -51,9 +51,9 @@ class Entry(NamedTuple):
 class StreamOutput:
     """OUTPUT - or a device: records in the order of lines, as soon as their turn has come. Nothing is kept of them.
 
-    records, failures, generated: how many are complete, failed, and have outputs. signature: of the run that is gone on
-    with; completed: what is known of a run that has completed OUTPUT. failed: of a run for such lines of a complete
-    OUTPUT, their numbers with the places of their records; changes: its flags that are not those of the first run.
+    records, failures, generated: how many are complete, failed, and have outputs. signature: that of the
+    resumed run. completed: what OUTPUT.run.json says of the run that completed OUTPUT. failed: with --retry_failed, the
+    numbers of failed lines and the places of their records. changes: flags that differ from the first run's.
     """
 
     records = failures = generated = 0
@@ -72,7 +72,7 @@ class StreamOutput:
         return False
 
     def begin(self, signature: dict[str, Any], sounds: SoundFolder | None = None) -> None:
-        """To be called before anything is written. sounds: those that OUTPUT names."""
+        """Starts the journal; called before anything is written. sounds: those that OUTPUT names."""
 
     def entry(self, number: int) -> Entry | None:
         """The record of a line, if an earlier run has written it."""
@@ -90,10 +90,10 @@ class StreamOutput:
             self._count(entry)
 
     def complete(self) -> None:
-        """To be called when all records are written."""
+        """Ends the output; called when all records are written."""
 
     def leave(self, resumable: bool = True) -> str:
-        """To be called at the end, however a run ends, with whether INPUT can be read again; returns what is kept."""
+        """Releases the output, however a run ended; returns what is kept. resumable: INPUT can be read again."""
         if self._descriptor > 1:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -236,7 +236,7 @@ class Journal(StreamOutput):
         return {"signature": self.signature, "sha256": digest} | counts
 
     def leave(self, resumable: bool = True) -> str:
-        """Keeps the journal, or where nobody can go on with it its records in order; a journal of failures is removed.
+        """Keeps the journal, or, if no run can resume it, its records in order; a journal of failures is removed.
 
         Returns a line about what is kept.
         """
@@ -261,7 +261,7 @@ class Journal(StreamOutput):
         return left
 
     def _load(self) -> None:
-        """Reads all that earlier runs have written, and gives up what is behind the last complete batch."""
+        """Reads all that earlier runs have written, and drops what follows the last complete batch."""
         resume, again = self._args.given("resume"), f"remove {self.path} to start again"
         if not self.path.is_file():
             raise InputError(f"{resume}: {self.path} is not a file ({again})")
@@ -326,7 +326,7 @@ class Journal(StreamOutput):
                 return files.sha256(written)
 
     def _cut(self) -> None:
-        """Behind the last batch that is complete."""
+        """Truncates the journal after the last complete batch."""
         with files.named(self.path):
             self._file.seek(self._end)
             self._file.truncate()

@@ -2,10 +2,10 @@
 
     main thread     the model, and nothing else
     ahead of it     one thread reads, workers prepare, one thread plans batches and collates them
-    behind it       workers finish what was generated, and write it batch after batch
+    after it        workers finish what was generated, and write it batch after batch
 
-Each waits when there is enough for the next. `Prefetcher` gives the plan, batch after batch; `SplitOnOOM` runs one,
-whichever came before; `Pipeline` hands what came of it to the journal, in the order of the plan.
+Each stage waits while enough is ready for the next. `Prefetcher` gives the planned batches, `SplitOnOOM` runs one,
+independently of those before it, and `Pipeline` hands the results to the journal, in the order in which they arrive.
 
 Tests: tests/batch/test_pipeline.py, tests/batch/test_memory.py, tests/batch/test_stage_threads.py
 """
@@ -223,7 +223,7 @@ def _device_works_sync() -> bool:
 
 
 class Pipeline:
-    """Runs the model over batches. Workers behind it finish what was generated and call `write`, batch after batch.
+    """Runs the model over batches. Workers after it finish what was generated and call `write`, batch after batch.
 
     write: takes all items of a batch, and how much was generated for them. elsewhere: generates for batches instead,
     and finishes them: gives each with how much was generated, in any order. gives_up: after several batches of which
@@ -303,7 +303,7 @@ class Pipeline:
             raise KeyboardInterrupt
 
     def wait(self, most: int = 0) -> None:
-        """Until `most` batches are not written; raises the first error in the order of batches."""
+        """Waits until at most `most` batches are unwritten; raises the first error in the order of batches."""
         while len(self._unfinished) > most:
             self._unfinished.popleft().result()
 
@@ -329,7 +329,7 @@ class Pipeline:
         held.clear()
 
     def _finish(self, batch: Batch, parts: list[Any], before: Future[None] | None) -> None:
-        """before: the batch that is written first; where that failed, this one is not written either."""
+        """Finishes and writes a batch after `before`; writes nothing if that failed."""
         amount = sum(map(self._finish_part, parts))
         for item in batch.items:
             for copy in item.copies:

@@ -1,8 +1,8 @@
 """--retry_failed: the lines of a complete OUTPUT that failed are generated again, and their records replaced in it.
 
     OUTPUT.run.json   which lines failed, and where in OUTPUT their records are: text has no other sign of them
-    OUTPUT.part       the journal of these lines alone, from which --resume goes on
-    OUTPUT            the old records with the new ones in their places, under its name at once
+    OUTPUT.part       the journal of these lines alone, which --resume resumes
+    OUTPUT            the old records with the new ones in their places; it appears as a whole
 
 OUTPUT keeps the signature of the run that made it, by which --resume and --merge know it.
 
@@ -78,7 +78,7 @@ class Retry(Journal):
         self.records, self.failures = self.completed["records"], len(still_failed)
 
     def _completes(self, digest: str, failed: dict[int, int]) -> dict[str, Any]:
-        """Also what OUTPUT.run.json held before, which holds until OUTPUT is replaced."""
+        """Returns the new OUTPUT.run.json with the old one in it, which is valid until OUTPUT is replaced."""
         before = {name: value for name, value in self.completed.items() if name != "before"}
         retries = [*before.get("retries", ()), {"lines": len(self.failed), "changes": self.changes}]
         now = {"sha256": digest, "failures": len(failed), "failed": failed, "retries": retries}

@@ -45,10 +45,10 @@ class Outcome:
 class Progress(Protocol):
     """Hears how far a run is, and shows it or not.
 
-    start: of `total` inputs, None if nobody knows, `done` are written. unit: of amounts. finished: counts a batch;
-    failures: lines in it, with their errors. say: what went wrong. note: what a user should know. line: what the run
-    does. close: the count ends, whether the run is complete or not. end: what was done, and how fast. details: gives
-    what a line about the speed says besides.
+    start: the run has `total` inputs (None: unknown), `done` of them written; amounts are in `unit`. finished: counts a
+    batch with its failed lines and their errors. say: reports what went wrong. note: reports what a user should know.
+    line: reports what the run does. close: stops counting. end: reports amounts and speed. details: returns what a line
+    about the speed says besides.
     """
 
     details: Callable[[], str] = str

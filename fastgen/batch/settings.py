@@ -151,7 +151,7 @@ def draws_by_row(loaded: Loaded, settings: dict[str, Any] | None = None) -> bool
 
 
 def _reasons_of_prompts(loaded: Loaded) -> dict[str, Any]:
-    """Causal LMs go on from prompts that are padded on the left, and some settings take padding for prompt."""
+    """Causal LMs continue prompts that are padded on the left, and some settings take padding for prompt."""
     value = loaded.value
     counts_prompt, longest = value("max_new_tokens") is None, value("max_length")
     ngram, pad_ends = value("no_repeat_ngram_size") or 0, value("pad_token_id") in token_ids(value("eos_token_id"))

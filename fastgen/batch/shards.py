@@ -97,7 +97,7 @@ def place(environ: Mapping[str, str]) -> tuple[int, int | None] | None:
 
 
 def output_of(output: str, shard: int, shards: int) -> str:
-    """out.jsonl.gz, 3, 8 -> out-00003-of-00008.jsonl.gz"""
+    """Returns a shard's OUTPUT: out.jsonl.gz, 3, 8 -> out-00003-of-00008.jsonl.gz."""
     return re.sub(r"((\.\w+)?(\.(gz|bz2|xz|zst))?)$", rf"-{shard:05}-of-{shards:05}\1", output, count=1)
 
 

@@ -1,4 +1,4 @@
-"""What decides which records a run writes: --resume goes on only where all of it is as it was.
+"""What decides which records a run writes: --resume continues only if all of it is unchanged.
 
 Names are those under which a difference is reported. Nothing here loads the model: another one is found by its files.
 

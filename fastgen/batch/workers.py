@@ -3,9 +3,9 @@
     Prefetcher → batch → Workers ┬→ Worker: collate, generate, finish ┬→ batch, amounts → Pipeline → journal
                                  └→ Worker …                          ┘
 
-Ray places the workers, restarts those that died, and retries the loading of a model. What is decided here is the batch
-that a worker died with: it is tried again by the next idle worker, since Ray may never find a place for the same one,
-and then halved.
+Ray places the workers, restarts those that died, and retries the loading of a model. This module decides about
+the batch with which a worker died: the next idle worker tries it again, since Ray may not be able to restart the same
+one. If that dies, too, the batch is halved.
 
 Tests: tests/batch/test_workers.py
 """
@@ -107,7 +107,7 @@ class Job:
 
 
 class Workers:
-    """The driver's side. threads, gpus: of each worker, 0 threads for Ray's choice. say: hears what goes wrong."""
+    """The driver's side. threads, gpus: for each worker; 0 threads lets Ray choose. say: hears what goes wrong."""
 
     def __init__(self, args: BatchConfig, count: int, threads: int, gpus: int, say: Callable[[str], None]) -> None:
         self.args = args  # with the sizes of batches that a worker has chosen, from its first answer on

@@ -1,12 +1,12 @@
 """One call of a host's `generate`: its state, from the patch of `generate` to the end of the call.
 
-The patch of `generate` makes it and passes it on; patches behind the host's code find it through one context variable.
-Its report describes the call, and nothing reads it to decide.
+The patch of `generate` makes it and passes it on; patches that the host's code calls later find it through one context
+variable. Its report describes the call, and nothing reads it to decide.
 
-Where the library has to begin anew, `Rollback` puts back what a forward or a loop has changed. Each part of the state
+If the library has to start again, `Rollback` restores what a forward or a loop has changed. Each part of the state
 gives a function that restores it: tensors on modules, random numbers and attributes of objects have theirs here, caches
-in the folder of their host. A prefill opens one, and the trial whether a prefix can be computed apart; a decoding step
-keeps one for its loop.
+in the folder of their host. A prefill opens one, and so does the trial whether a prefix can be computed apart; a decode
+step keeps one for its loop.
 
 Tests: tests/optimizer/test_report.py, tests/optimizer/transformers/test_generate_threads.py,
 tests/optimizer/transformers/test_refused_calls.py, tests/optimizer/transformers/test_static_prefill.py
@@ -43,13 +43,13 @@ ENDED_EARLY = Reason("ENDED_EARLY", "the call ended before a capture would have 
 
 @dataclass
 class GenerateCall:
-    """inputs, rows: 0 until the prefill has run.
+    """The state of one call of `generate`.
 
-    host: what only the patches of one host write. will_capture: the steps after the prefill are meant to be captured.
-    is_accelerated: something was computed or stored once per input, or the loop is fastgen's. on_exit: closed when the
-    call ends: captured steps and caches are given back. has_stages: other calls of `generate` are stages of this one.
-    costs: decides what is worthwhile. facts: of the models that the call has asked about. swapped: the models whose
-    modules have faster forwards in this call, or in the one around it.
+    inputs, rows: 0 until the prefill has run. host: what only the patches of one host write. will_capture: the steps
+    after the prefill are meant to be captured. is_accelerated: something was computed or stored once per input, or the
+    loop is fastgen's. on_exit: closed when the call ends: captured steps and caches are given back. has_stages: other
+    calls of `generate` are stages of this one. costs: the cost model. facts: those of the models that the call asked
+    about. swapped: the models whose modules have faster forwards in this call, or in the one around it.
     """
 
     report: Report
@@ -95,7 +95,7 @@ class GenerateCall:
         return self.facts[model]
 
     def has_changed(self, model: Any) -> bool:
-        """Whether the program has changed this model since the call has asked about it; then it is asked about anew."""
+        """Whether user code has changed this model since the call asked about it; if so, its facts are forgotten."""
         facts = self.facts.get(model)
         if facts is None or facts.is_current():
             return False

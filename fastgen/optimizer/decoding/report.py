@@ -81,9 +81,9 @@ def that_hold(*rows: Any) -> list[Reason]:
 
 
 class LeaveAlone(Exception):
-    """Raised if the library does the work. Each patch catches it in one place, reports `reasons`, and calls it.
+    """Leaves the work to the library. Each patch catches this in one place, reports `reasons`, and calls the original.
 
-    A `DecodeStep` catches it if keys and values cannot lie in a static cache: then steps stay eager.
+    A `DecodeStep` catches it if keys and values do not fit a static cache; its steps then run eagerly.
     """
 
     def __init__(self, reasons: Sequence[Reason]) -> None:

@@ -165,11 +165,11 @@ class UsedOutputs(tuple[str, ...]):
 
 
 def only_outputs(*outputs: str) -> AbstractContextManager[None]:
-    """Inside this context, of calls that ask for `scores` only `sequences` and these outputs are used.
+    """Returns a context whose calls of `generate`, if they ask for `scores`, return `sequences` and these outputs only.
 
     `scores` are a tensor `[rows, vocabulary_size]` of each step, gigabytes for a batch of summaries, and the library
-    gives `sequences_scores` only with them. All outputs stay where others than scores, and hidden states beside the
-    encoder's, are asked for, and where fastgen is off.
+    gives `sequences_scores` only with them. All outputs are kept if a call asks for other ones than scores and the
+    encoder's hidden states, and if fastgen is off.
     """
     return setting(UsedOutputs(outputs))
 

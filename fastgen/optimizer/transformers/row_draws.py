@@ -1,9 +1,10 @@
 """Sampling in which each row has random numbers of its own, whatever rows are beside it.
 
-The library draws the noise of all rows from one generator, so that a sample depends on its batch. Here a row has a
-Philox generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with a key of its own.
-One uniform number a step chooses among the cumulated probabilities, after all warpers, and what is left of the scores
-is that token: the library's own draw can take no other. So the unpatched library draws the same.
+The library draws the noise of all rows from one generator, so that a sample depends on its batch. Here each row has a
+Philox stream of its own (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): its key is the seed and
+the input's number, its counter starts at the row's number within that input. One uniform number a step chooses among
+the cumulated probabilities, after all warpers, and what is left of the scores is that token: the library's own draw can
+take no other. So the unpatched library draws the same.
 
 Tests: tests/optimizer/transformers/test_row_draws.py
 """
@@ -78,7 +79,7 @@ class RowDraws:
 
 
 class _AddsDraws:
-    """`_get_logits_processor` of one model: the library's processors, and the draws of the call behind them."""
+    """Replaces `_get_logits_processor` of one model: returns the library's processors, and after them the draws."""
 
     def __init__(self, model: ref[Any]) -> None:
         self.model = model
@@ -102,7 +103,7 @@ def can_draw_by_row(model: Any) -> bool:
 
 @contextmanager
 def drawing_by_row(model: Any, draws: RowDraws) -> Iterator[None]:
-    """Gives the calls of `generate` of this model inside of it these draws."""
+    """Makes this model's `generate` use these draws inside the context."""
     hook = _hooks.setdefault(model, _AddsDraws(ref(model)))
     hook.draws = draws
     model._get_logits_processor = hook

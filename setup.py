@@ -88,7 +88,7 @@ def kernel(name, source, **options):
 
 def x86(instructions, *flags):
     """Registers as vectors, which Microsoft's compiler does not know, for x86 processors."""
-    options = ["-O3", "-std=c++17", "-ffp-contract=fast", "-mf16c", *flags]
+    options = ["-O3", "-g0", "-std=c++17", "-ffp-contract=fast", "-mf16c", *flags]
     names = ("skinny_gemm", "few_queries", "flash_attention", "rms_norm", "lookup", "beam_top_k", "move_rows")
     return Extension(
         f"fastgen.ops._x86_{instructions}",
@@ -104,7 +104,7 @@ KERNELS = [
         "fastgen.ops.no_repeat_ngram._cpu",
         "csrc/no_repeat_ngram.cpp",
         export_symbols=["fastgen_no_repeat_ngram_cpu"],
-        extra_compile_args=["/std:c++17"] if IS_WINDOWS else ["-O3", "-std=c++17", "-pthread"],
+        extra_compile_args=["/std:c++17"] if IS_WINDOWS else ["-O3", "-g0", "-std=c++17", "-pthread"],
         extra_link_args=[] if IS_WINDOWS else ["-pthread"],
     )
 ]

@@ -28,15 +28,15 @@ PRISTINE = dict(vars(GenerationMixin))
 STEPS = """
 import contextlib, importlib, sys, types
 
-def stand_in(name):
-    module = types.ModuleType(f"fastgen.optimizer.transformers.{name}")
+def stand_in(name, module):
+    module = types.ModuleType(f"fastgen.optimizer.transformers.{module}")
     def replacement(original, *args, **kwargs):
         return ["fast " + name, *original(*args, **kwargs)]
     setattr(module, name, replacement)
     sys.modules[module.__name__] = module
 
-stand_in("generate")
-stand_in("prefill")
+stand_in("generate", "call")
+stand_in("prefill", "prefill")
 
 def step(name):
     if name == "host":

@@ -73,7 +73,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other platforms have kernels of other names")
 def test_the_kernels_of_one_wheel_run_under_each_python(wheel: Path, tmp_path: Path) -> None:
-    assert "-py3-none-linux_" in wheel.name and wheel.stat().st_size < 3 << 20
+    assert "-py3-none-linux_" in wheel.name and wheel.stat().st_size < 4 << 20  # most of it the demo model
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(tmp_path)
     kernels = {path.stem for path in tmp_path.rglob("*.so")}

@@ -105,8 +105,7 @@ class TextGenerator:
         number = 1
 
         def write(items: list[Item], amount: float) -> None:
-            copies = [copy for item in items for copy in item.copies]
-            records.update((item.line.number, fields_of(item)) for item in items + copies)
+            records.update((item.line.number, fields_of(item)) for item in items)
 
         generate = SplitOnOOM(self._task, lambda said: None, args.seed)
         pipeline = Pipeline(self._task, generate, write, Stop(), gives_up=False)

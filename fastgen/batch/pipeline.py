@@ -225,9 +225,9 @@ def _device_works_sync() -> bool:
 class Pipeline:
     """Runs the model over batches. Workers after it finish what was generated and call `write`, batch after batch.
 
-    write: takes all items of a batch, and how much was generated for them. elsewhere: generates for batches instead,
-    and finishes them: gives each with how much was generated, in any order. gives_up: after several batches of which
-    every item fails.
+    write: takes all items of a batch with their copies, and how much was generated for them. elsewhere: generates for
+    batches instead, and finishes them: gives each with how much was generated, in any order. gives_up: after several
+    batches of which every item fails.
     """
 
     def __init__(
@@ -331,9 +331,11 @@ class Pipeline:
     def _finish(self, batch: Batch, parts: list[Any], before: Future[None] | None) -> None:
         """Finishes and writes a batch after `before`; writes nothing if that failed."""
         amount = sum(map(self._finish_part, parts))
+        copies = []
         for item in batch.items:
             for copy in item.copies:
                 copy.outputs, copy.error, copy.length = item.outputs, item.error, item.length
+                copies.append(copy)
         if before is not None:
             before.result()
-        self._write([*batch.items, *batch.others], amount)
+        self._write([*batch.items, *copies, *batch.others], amount)

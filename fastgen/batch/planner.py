@@ -189,7 +189,7 @@ class Planner:
 
 
 def merged(items: list[Item]) -> list[Item]:
-    """Returns the items without those that equal an earlier one, which gets them as its copies.
+    """Returns the items without those that equal an earlier one, which gets them as its copies, without their arrays.
 
     A batch is written with the copies of its items: an item that an earlier run has written has none left.
     """
@@ -201,6 +201,7 @@ def merged(items: list[Item]) -> list[Item]:
             key = (*arrays, repr(item.group))
         if (first := firsts.setdefault(key, item)) is not item:
             first.copies.append(item)
+            item.arrays = None
     return list(firsts.values())
 
 

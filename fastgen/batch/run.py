@@ -159,9 +159,8 @@ def _go_through(
 
     def write(items: list[Item], amount: float) -> None:
         nonlocal copied
-        copies = [copy for item in items for copy in item.copies]
-        output.write([_entry(item, args) for item in items] + [_entry(copy, args, is_copy=True) for copy in copies])
-        items, copied = items + copies, copied + len(copies)
+        copied += sum(len(item.copies) for item in items)
+        output.write([_entry(item, args) for item in items])
         failures = [(item.line.number, records.name_of(item, args) + item.error) for item in items if item.error]
         progress.finished(len(items), amount, failures)
 
@@ -200,10 +199,10 @@ def _complete(args: BatchConfig, surveyed: files.Survey | None, output: StreamOu
     output.complete()
 
 
-def _entry(item: Item, args: BatchConfig, is_copy: bool = False) -> Entry:
-    """Returns an item's record; no batch has a copy, so that none is planned by its length."""
-    length, group = (0, None) if is_copy else (item.length, item.group)
-    return Entry(item.line.number, length, group, item.error is not None, records.record_of(item, args))
+def _entry(item: Item, args: BatchConfig) -> Entry:
+    """Returns an item's record, with the length by which a batch is planned: 0 for a copy, which none has."""
+    length = 0 if item.arrays is None else item.length
+    return Entry(item.line.number, length, item.group, item.error is not None, records.record_of(item, args))
 
 
 def _with_first_line(args: BatchConfig) -> BatchConfig:

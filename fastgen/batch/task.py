@@ -19,7 +19,6 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
-from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastgen.batch.config import AUDIO_OUT, TASKS, BatchConfig
@@ -195,9 +194,10 @@ class Task:
         from fastgen.batch.settings import draws_by_row
         from fastgen.optimizer.transformers.row_draws import RowDraws, drawing_by_row
 
-        run_seed = -1 if self.args.seed is None else self.args.seed
-        seeds = [item.seed or (run_seed, item.line.number) for item in items]
-        if (-1) in chain(*seeds) or not draws_by_row(self.loaded, settings):
+        seeds = [item.seed for item in items if item.seed is not None]
+        if (run_seed := self.args.seed) is not None:
+            seeds = [item.seed or (run_seed, item.line.number) for item in items]
+        if len(seeds) < len(items) or not draws_by_row(self.loaded, settings):
             return nullcontext()
         samples = settings.get("num_return_sequences") or self.loaded.value("num_return_sequences") or 1
         keys = [(*seed, sample) for seed in seeds for sample in range(samples)]

@@ -27,14 +27,11 @@ class Progress(run.Progress):
 
     def start(self, total: int | None, done: int, unit: str) -> None:
         self._unit, self._total, self._done = unit, total, done
-        self.begin()
+        self._begun = self._said = time.perf_counter()
         inputs = "{n_fmt} inputs" if total is None else "{percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} inputs"
         # disable=None: where there is no terminal
         shown = {"bar_format": inputs + "{postfix}", "dynamic_ncols": True, "disable": True if self._quiet else None}
         self._bar = tqdm(total=total, initial=done, file=sys.stderr, **shown)
-
-    def begin(self) -> None:
-        self._begun = self._said = time.perf_counter()
 
     def finished(self, inputs: int, amount: float, failures: list[tuple[int, str]]) -> None:
         for number, error in failures:

@@ -180,8 +180,13 @@ class Task:
 
     def call_model(self, batch: Batch, settings: dict[str, Any]) -> Any:
         """Returns what the model's generate returns for a batch."""
+        import torch
+
         from fastgen.optimizer.decoding.call import setting
 
+        settings = dict(settings)
+        if (seed := settings.pop("seed", None)) is not None:  # of a request for beams, in place of that of its batch
+            torch.manual_seed(seed[0])
         loaded, reuse = self.loaded, self._reuse
         inputs = {name: tensor.to(loaded.device) for name, tensor in batch.inputs.items()}
         if reuse is not None:
@@ -204,7 +209,7 @@ class Task:
         return drawing_by_row(self.loaded.model, RowDraws(keys, self.loaded.device))
 
     def settings_of(self, item: Item) -> dict[str, Any]:
-        """Returns what the group of an item asks generate for besides the settings of the run; takes its seed."""
+        """Returns what the group of an item asks generate for besides the settings of the run."""
         return {}
 
     def finish(self, generated: GeneratedBatch) -> float:
@@ -258,12 +263,9 @@ class ChatTask(CausalTask):
         super().specialize()
 
     def settings_of(self, item: Item) -> dict[str, Any]:
-        import torch
         from transformers import StopStringCriteria
 
         settings = dict(item.group or ())
-        if "seed" in settings:  # of a request for beams, in place of that of its batch
-            torch.manual_seed(settings.pop("seed")[0])
         if "max_new_tokens" in settings:
             settings["max_length"] = None
         if "stop_strings" in settings:

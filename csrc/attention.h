@@ -108,8 +108,7 @@ void add_mask(const Attention<T> &of, int64_t start, int64_t first, float *score
         else if (of.mask_type == OF_QUERY)
             for (int64_t n = 0; n < length; n++) scores[n] += to_float(((const T *)of.mask + start)[n * step]);
         else if (of.mask_type == BOOLS)
-            for (int64_t n = 0; n < length; n++)
-                scores[n] = ((const bool *)of.mask + start)[n * step] ? scores[n] : HIDDEN;
+            for (int64_t n = 0; n < length; n++) scores[n] += ((const bool *)of.mask + start)[n * step] ? 0 : HIDDEN;
     };
     if (of.mask_strides[3] == 1) add(std::integral_constant<int64_t, 1>());
     else add(of.mask_strides[3]);

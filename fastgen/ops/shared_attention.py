@@ -226,10 +226,8 @@ def _softmax(
         hidden = ~(scores > float("-inf")).any(dim=-1, keepdim=True)
         return scores.softmax(dim=-1, dtype=torch.float32).to(dtype).masked_fill_(hidden, 0.0), None
     if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            scores.masked_fill_(~attn_mask, float("-inf"))
-        else:
-            scores += attn_mask
+        # Added as torch adds it: NaN where a hidden score is NaN or inf.
+        scores += torch.where(attn_mask, 0.0, float("-inf")) if attn_mask.dtype == torch.bool else attn_mask
     hidden = scores.amax(dim=-1, keepdim=True) == float("-inf")
     return scores.softmax(dim=-1, dtype=torch.float32).to(dtype), hidden
 

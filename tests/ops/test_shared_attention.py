@@ -92,9 +92,9 @@ NO_NUMBERS = ("every query", "queries of a row", "every key", "a key", "a key an
 
 @pytest.mark.parametrize("own_length", (1, 8, 9, 40), ids="{} generated".format)
 @pytest.mark.parametrize("which", (*NO_NUMBERS, "infinite queries of a row"))
-@pytest.mark.parametrize("masked", (False, True), ids=("no mask", "mask"))
+@pytest.mark.parametrize("hidden", (None, 0, 5), ids="hidden {}".format)
 @pytest.mark.parametrize("width", (8, 4), ids="values of {}".format)
-def test_queries_and_keys_that_are_no_numbers_are_as_in_torch(which, own_length, masked, width):
+def test_queries_and_keys_that_are_no_numbers_are_as_in_torch(which, own_length, hidden, width):
     query, keys, values = torch.randn(4, 6, 1, 8).abs(), torch.randn(2, 3, 7, 8).abs(), torch.randn(2, 3, 7, width)
     own_keys, own_values = torch.randn(4, 3, own_length, 8).abs(), torch.randn(4, 3, own_length, width)
     if "infinite" in which:  # all its scores are -inf
@@ -106,7 +106,7 @@ def test_queries_and_keys_that_are_no_numbers_are_as_in_torch(which, own_length,
         keys[:], own_keys[:] = torch.nan, torch.nan
     else:
         keys[0, :, 3], values[0, :, 3] = torch.nan, torch.nan if "value" in which else 0.5
-    mask = torch.ones(4, 1, 1, 7 + own_length, dtype=torch.bool) if masked else None
+    mask = None if hidden is None else (torch.arange(7 + own_length) >= hidden).expand(4, 1, 1, -1)
     found = shared_attention(query, [keys, own_keys], [values, own_values], mask)
     expected = functional.scaled_dot_product_attention(
         query, whole([keys, own_keys], 4, 2), whole([values, own_values], 4, 2), attn_mask=mask

@@ -1,12 +1,12 @@
 """OUTPUT and the journal it is made of, OUTPUT.part: append-only, in any order, every line with its checksum.
 
     1f0c8a2e {"fastgen_journal": 1, "signature": {…}}       what the records depend on
-    5be0f3d1 [7, 12, null, false, "the record of line 7"]   line, length, group, whether it failed, record
+    5be0f3d1 [7, 12, null, "9f…", false, "a record"]        line, length, group, key, whether it failed, record
     9c1e44b0 4                                              four records, a batch, are complete
 
 A batch is one write. Whatever ends a run, at most a batch at the end of the journal is not whole; `--resume` drops it,
-and plans the same batches again by the lengths and groups of the others. At the end the records are put in order beside
-OUTPUT, which appears under its name at once. A line that is damaged is found by its checksum and named.
+and plans the same batches again by the lengths, groups and keys of the others. At the end the records are put in order
+beside OUTPUT, which appears as a whole. A line that is damaged is found by its checksum and named.
 
 A run that is complete leaves OUTPUT.run.json: its signature, and a digest by which OUTPUT is known again.
 
@@ -34,16 +34,17 @@ from fastgen.batch.signature import differences
 if TYPE_CHECKING:
     from fastgen.batch.audio import SoundFolder
 
-VERSION = 4  # 4: samples are seeded by their line; equal inputs are generated once
+VERSION = 5  # 5: inputs that equal any earlier one are generated once
 HINT = "OUTPUT is put in order from OUTPUT.part, which needs as much room once more; the run can be resumed"
 
 
 class Entry(NamedTuple):
-    """A record of OUTPUT. length and group are its item's, by which batches are planned."""
+    """A record of OUTPUT. length, group and key are its item's, by which batches are planned."""
 
     number: int  # of its line
     length: int
     group: Any
+    key: str | None
     failed: bool
     data: bytes  # one line with its end
 
@@ -189,7 +190,7 @@ class Journal(StreamOutput):
 
     def write(self, entries: list[Entry]) -> None:
         """Adds a batch: all of it or, with an OSError, nothing."""
-        lines = [_line([*entry[:4], entry.data[:-1].decode()]) for entry in entries]
+        lines = [_line([*entry[:-1], entry.data[:-1].decode()]) for entry in entries]
         try:
             with files.named(self.path):
                 files.write_all(self._file.fileno(), b"".join([*lines, end := _line(len(entries))]))
@@ -278,9 +279,9 @@ class Journal(StreamOutput):
                     break  # not whole: the run was killed while it wrote it
                 payload, damage = _payload(line), ""
                 if isinstance(payload, list):
-                    number, length, group, failed, _ = payload
+                    number, length, group, key, failed, _ = payload
                     damage = "repeats a record" if number in pending or self._offset(number) >= 0 else ""
-                    pending[number] = Entry(number, length, group, failed, b""), offset
+                    pending[number] = Entry(number, length, group, key, failed, b""), offset
                 elif payload is None:
                     damage = "has another checksum"
                 elif payload != len(pending):
@@ -310,8 +311,8 @@ class Journal(StreamOutput):
         payload = _payload(self._reader.readline())
         if not isinstance(payload, list):
             raise RunError(f"{self.path} has changed since it was read")
-        number, length, group, failed, record = payload
-        return Entry(number, length, group, failed, record.encode() + b"\n")
+        number, length, group, key, failed, record = payload
+        return Entry(number, length, group, key, failed, record.encode() + b"\n")
 
     def _assemble(self, path: Path, records: Iterable[bytes] | None = None) -> str:
         """Writes these, or all of the journal in order, compressed as OUTPUT says; returns the SHA-256."""

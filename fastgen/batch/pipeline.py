@@ -29,6 +29,7 @@ from fastgen.batch.errors import RunError, Stop, reason
 from fastgen.batch.files import Line
 from fastgen.batch.journal import Entry
 from fastgen.batch.planner import Batch, GeneratedBatch, Item, Planner
+from fastgen.batch.records import outputs_of
 from fastgen.batch.task import Task
 
 BATCHES_AHEAD = 4
@@ -118,9 +119,18 @@ class Prefetcher(Ahead[Batch]):
         """The written lines of each chunk, and what is prepared: the rest, or all of it where planning needs that."""
         for lines in chunks:
             entries = [(line, self._written(line.number)) for line in lines]
-            written = [Item(line, None, each.length, each.group, is_written=True) for line, each in entries if each]
+            written = [self._written_item(each) for _, each in entries if each]
             fresh = [line for line, each in entries if each is None or self._task.plans_by_head]
             yield written, self._workers.submit(self._task.prepare, fresh)
+
+    def _written_item(self, entry: Entry) -> Item:
+        """Returns the item of a record, without its input; with outputs if later items may equal it."""
+        item = Item(Line(entry.number), None, entry.length, entry.group, is_written=True, key=entry.key)
+        if entry.key is not None:
+            item.outputs, item.error = outputs_of(entry.data, self._task.args)
+            if entry.failed and item.error is None:
+                item.error = f"equals line {entry.number}, which failed"
+        return item
 
     def _items(self) -> Iterator[Item]:
         for written, prepared in self._prepared:
@@ -138,8 +148,10 @@ class Prefetcher(Ahead[Batch]):
                 raise RunError(f"OUTPUT.part has a part of batch {batch.number} only (remove it to start again)")
             if False in written and self._collates:
                 batch.inputs = self._task.collate(batch.items)
-            if batch.others or False in written:
+            if False in written:
                 yield batch
+            elif batch.others:
+                yield Batch([], batch.others, batch.number)
 
 
 class SplitOnOOM:
@@ -225,7 +237,7 @@ def _device_works_sync() -> bool:
 class Pipeline:
     """Runs the model over batches. Workers after it finish what was generated and call `write`, batch after batch.
 
-    write: takes all items of a batch with their copies, and how much was generated for them. elsewhere: generates for
+    write: takes the items to be written after a batch, and how much was generated for it. elsewhere: generates for
     batches instead, and finishes them: gives each with how much was generated, in any order. gives_up: after several
     batches of which every item fails.
     """
@@ -331,11 +343,23 @@ class Pipeline:
     def _finish(self, batch: Batch, parts: list[Any], before: Future[None] | None) -> None:
         """Finishes and writes a batch after `before`; writes nothing if that failed."""
         amount = sum(map(self._finish_part, parts))
-        copies = []
-        for item in batch.items:
-            for copy in item.copies:
-                copy.outputs, copy.error, copy.length = item.outputs, item.error, item.length
-                copies.append(copy)
         if before is not None:
             before.result()
-        self._write([*batch.items, *copies, *batch.others], amount)
+        self._write(_ready(batch), amount)
+        for item in batch.items:  # of which others may still want the outputs
+            item.line, item.arrays, item.copies = Line(item.line.number), None, []
+
+
+def _ready(batch: Batch) -> list[Item]:
+    """Returns what is to be written after a batch: items that equal one which is not written wait for that."""
+    ready = []
+    for item in (*batch.items, *batch.others):
+        if item.first is not None and not item.first.is_written:
+            item.first.copies.append(item)
+        else:
+            item.is_written = True
+            ready += [item, *item.copies]
+    for item in ready:
+        if item.first is not None:
+            item.outputs, item.error = item.first.outputs, item.first.error
+    return ready

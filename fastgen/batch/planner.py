@@ -9,6 +9,7 @@ Tests: tests/batch/test_planner.py, tests/batch/test_default_batch.py, tests/bat
 
 from __future__ import annotations
 
+import hashlib
 import math
 import operator
 import os
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from fastgen.batch.model import Loaded
 
 BATCHES_PER_WINDOW = 16
+MOST_FIRSTS = 1 << 15  # inputs that later ones may equal: so many outputs are kept
 LINES_PER_WINDOW = 1 << 12  # at most, where batches are cut by tokens only
 LEAST_HEAD = 32  # tokens that inputs begin with: fewer are not kept, and inputs are not batched by them
 HEAD_GROWTH = 1.25  # lengths of heads are LEAST_HEAD times a power of it
@@ -49,8 +51,9 @@ class Item:
 
     arrays: what the model takes, without a batch dimension; None where there is nothing to generate.
     length: tokens of text, frames of sound; 0 where there are none. group: items share a batch only within a group.
-    error: why there are no outputs. outputs: as JSON. is_written: by an earlier run, which has left the rest out.
-    seed: of its samples, in place of the run's seed and its line's number. copies: equal items, with the same outputs.
+    error: why there are no outputs. outputs: as JSON. is_written: its record is, by this run or an earlier one.
+    seed: of its samples, in place of the run's seed and its line's number. key: the same for equal items. first: an
+    earlier item with this key, whose outputs are this one's, too. copies: items that wait for the outputs of this one.
     """
 
     line: Line
@@ -61,6 +64,8 @@ class Item:
     outputs: list[dict[str, Any]] = field(default_factory=list)
     is_written: bool = False
     seed: tuple[int, int] | None = None
+    key: str | None = None
+    first: Item | None = None
     copies: list[Item] = field(default_factory=list)
 
 
@@ -100,7 +105,7 @@ class Planner:
     window: so many lines are planned by themselves, and their batches count from the index of the first on. sorts: by
     length, longest first, so that what does not fit into memory shows immediately. window_tokens: those sorted
     together, if lines are long. by_head: batches have heads, and items that begin alike share batches, if they fill
-    one. merges: equal items of a window are generated once.
+    one. merges: an item that equals an earlier one is not generated, of the last `MOST_FIRSTS` different ones.
     """
 
     rows: int | None
@@ -113,10 +118,11 @@ class Planner:
 
     def __call__(self, items: Iterable[Item]) -> Iterator[Batch]:
         """Yields the batches of all items, each as soon as it is complete."""
+        firsts: dict[str, Item] = {}
         for window, lines in groupby(items, key=lambda item: (item.line.number - 1) // self.window):
             number = window * self.window
             others: list[Item] = []  # which need no model, and wait for a batch that takes them along
-            for batch in self._batches(self._generated(lines, others)):
+            for batch in self._batches(self._generated(lines, others, firsts)):
                 batch.number, batch.others = number, others[:]
                 yield batch
                 others.clear()
@@ -124,11 +130,22 @@ class Planner:
             if others:
                 yield Batch([], others, number)
 
-    def _generated(self, items: Iterable[Item], others: list[Item]) -> Iterator[Item]:
-        """Items to generate for; the rest, but for what is written, goes to `others`."""
+    def _generated(self, items: Iterable[Item], others: list[Item], firsts: dict[str, Item]) -> Iterator[Item]:
+        """Yields items to generate for; the rest, except for what is written, goes to `others`."""
         for item in items:
-            if item.length:
+            if self.merges and item.length and not item.is_written:
+                item.key = key_of(item)
+            if item.key is not None:
+                item.first = firsts.get(item.key)
+            if item.first is not None:
+                item.arrays = None
+                others.append(item)
+            elif item.length:
                 yield item
+                if item.key is not None:
+                    firsts[item.key] = item
+                    if len(firsts) > MOST_FIRSTS:
+                        del firsts[next(iter(firsts))]
             elif not item.is_written:
                 others.append(item)
 
@@ -152,8 +169,6 @@ class Planner:
 
     def _sorted(self, items: list[Item]) -> list[Batch]:
         """Returns the batches of items that begin alike, if they fill one; then those of all others."""
-        if self.merges:
-            items = merged(items)
         by_beginning: dict[bytes, list[Item]] = {}
         for item in items if self.by_head else ():
             if item.arrays is not None and item.length > LEAST_HEAD:
@@ -188,21 +203,15 @@ class Planner:
             yield batch
 
 
-def merged(items: list[Item]) -> list[Item]:
-    """Returns the items without those that equal an earlier one, which gets them as its copies, without their arrays.
-
-    A batch is written with the copies of its items: an item that an earlier run has written has none left.
-    """
-    firsts: dict[Any, Item] = {}
-    for item in items:
-        key: Any = id(item)
-        if item.arrays is not None and not (isinstance(item.group, list) and dict(item.group).get("do_sample")):
-            arrays = ((name, array.shape, array.tobytes()) for name, array in item.arrays.items())
-            key = (*arrays, repr(item.group))
-        if (first := firsts.setdefault(key, item)) is not item:
-            first.copies.append(item)
-            item.arrays = None
-    return list(firsts.values())
+def key_of(item: Item) -> str | None:
+    """Returns a digest of what the model takes for an item; None if that is sampled, so that equal items may differ."""
+    if item.arrays is None or (isinstance(item.group, list) and dict(item.group).get("do_sample")):
+        return None
+    digest = hashlib.blake2b(repr(item.group).encode(), digest_size=16)
+    for name, array in item.arrays.items():
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
 
 
 def common_head(items: list[Item]) -> int:
@@ -229,7 +238,7 @@ def make_planner(args: BatchConfig, loaded: Loaded, in_order: bool, by_head: boo
     # Recordings of any length: as many frames as that many recordings of the length that Whisper hears at once have.
     if (at_once := getattr(loaded.feature_extractor, "nb_max_frames", None)) is not None:
         window_tokens = min(window_tokens, window * at_once)
-    merges = not loaded.value("do_sample")
+    merges = not in_order and not loaded.value("do_sample")
     return Planner(args.bs, padded_tokens, window, not in_order, window_tokens, by_head, merges)
 
 

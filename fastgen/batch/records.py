@@ -272,6 +272,34 @@ def _openai(item: Item, args: BatchConfig) -> bytes:
     return _one_line(named | {"response": response, "error": None})
 
 
+def outputs_of(record: bytes, args: BatchConfig) -> tuple[list[dict[str, Any]], str | None]:
+    """Returns outputs and error from which `record_of` makes the same record again; text has no errors."""
+    outputs: list[dict[str, Any]] = []
+    if args.output_format == "openai":
+        made = json.loads(record)
+        if (response := made["response"]) is None:
+            return outputs, made["error"]["message"]
+        tokens = response["body"]["usage"]["completion_tokens"]
+        for choice in response["body"]["choices"]:
+            ended = choice["finish_reason"] == "stop"
+            outputs.append({"text": choice["message"]["content"], "tokens": tokens, "ended": ended})
+            tokens = 0  # there is but their sum
+        return outputs, None
+    if args.writes_records:
+        fields = json.loads(record)
+        for output in fields["outputs"]:
+            unknown = {"score": math.nan} if output.get("score", 0) is None else {}
+            outputs.append(output | unknown)
+        return outputs, fields.get("error")
+    text, scores = record.decode().removesuffix("\n"), ["NA"]
+    if args.output_sequence_scores:
+        joined, _, text = text.partition("\t")
+        scores = joined.split(SEPARATOR)
+    for score, each in zip(scores, text.split(SEPARATOR, len(scores) - 1), strict=True):
+        outputs.append({"text": each} | ({} if score == "NA" else {"score": float(score)}))
+    return outputs, None
+
+
 def first_text(record: bytes, args: BatchConfig) -> str:
     """The first output's text of a record of OUTPUT, empty where there is none."""
     text = record.decode("utf-8").removesuffix("\n")

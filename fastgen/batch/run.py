@@ -159,7 +159,7 @@ def _go_through(
 
     def write(items: list[Item], amount: float) -> None:
         nonlocal copied
-        copied += sum(len(item.copies) for item in items)
+        copied += sum(item.first is not None for item in items)
         output.write([_entry(item, args) for item in items])
         failures = [(item.line.number, records.name_of(item, args) + item.error) for item in items if item.error]
         progress.finished(len(items), amount, failures)
@@ -184,7 +184,7 @@ def _go_through(
         sizes = " ".join(filter(None, map(args.given, ("bs", "batch_tokens"))))
         progress.line(f"batches, chosen for MODEL and this machine: {sizes}")
     if copied:
-        progress.line(f"{copied} inputs equal others, and were generated once with them")
+        progress.line(f"{copied} inputs equal earlier ones, and were not generated again")
     progress.end()
 
 
@@ -201,8 +201,8 @@ def _complete(args: BatchConfig, surveyed: files.Survey | None, output: StreamOu
 
 def _entry(item: Item, args: BatchConfig) -> Entry:
     """Returns an item's record, with the length by which a batch is planned: 0 for a copy, which none has."""
-    length = 0 if item.arrays is None else item.length
-    return Entry(item.line.number, length, item.group, item.error is not None, records.record_of(item, args))
+    length, key = (item.length, item.key) if item.first is None else (0, None)
+    return Entry(item.line.number, length, item.group, key, item.error is not None, records.record_of(item, args))
 
 
 def _with_first_line(args: BatchConfig) -> BatchConfig:

@@ -30,7 +30,7 @@ SIGNATURE = {"--beam": 4, "--do_sample": False, "INPUT's content": "sha256:" + "
 
 
 def entry(number: int, failed: bool = False) -> Entry:
-    return Entry(number, 3 + number % 5, ["long", None][number % 2], failed, f"récord {number}\n".encode())
+    return Entry(number, 3 + number % 5, ["long", None][number % 2], None, failed, f"récord {number}\n".encode())
 
 
 def journal_of(output: Path | str, resume: bool = False, overwrite: bool = False) -> Journal:
@@ -328,7 +328,8 @@ def test_a_journal_that_another_run_writes_is_refused(tmp_path):
     code = (
         "import sys\nfrom fastgen.batch.config import BatchConfig\nfrom fastgen.batch.journal import Entry, Journal\n"
         f"output = Journal(BatchConfig('model', 'in', {str(tmp_path / 'out')!r}))\noutput.begin({SIGNATURE!r})\n"
-        "output.write([Entry(1, 1, None, False, b'one' + bytes([10]))])\nprint('ready', flush=True)\nsys.stdin.read()\n"
+        "output.write([Entry(1, 1, None, None, False, b'one' + bytes([10]))])\n"
+        "print('ready', flush=True)\nsys.stdin.read()\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stdin=-1, stdout=-1) as run:
         run.stdout.readline()

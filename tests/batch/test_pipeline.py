@@ -77,19 +77,6 @@ def test_sampled_beams_are_those_of_a_loop_that_seeds_batches(tmp_path, gpt2):
     assert generate(tmp_path, gpt2, LINES[:10], *flags) == texts
 
 
-def test_equal_inputs_are_generated_once(tmp_path, bart, shapes, capsys):
-    lines = [*LINES[:5], *LINES[:3], LINES[0], ""]
-    flags = ("--bs", 4, "--output_format", "jsonl", "--beam", 2)
-    records = [json.loads(line) for line in generate(tmp_path, bart, lines, *flags)]
-    assert sum(rows for rows, _ in shapes) == 5
-    assert "4 inputs equal others, and were generated once with them" in capsys.readouterr().err
-    assert [record.pop("line") for record in records] == list(range(1, 11))
-    assert records[:3] == records[5:8] and records[8] == records[0] and records[9]["outputs"] == []
-    assert [record["outputs"][0]["text"] for record in records[:9]] == plain_loop(bart, lines[:9], 4, num_beams=2)
-    samples = generate(tmp_path, bart, lines[:1] * 6, "--do_sample", "--seed", 1)
-    assert len(set(samples)) > 1
-
-
 def test_jsonl_holds_fields_outputs_scores_and_lengths(tmp_path, bart):
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(bart)
     tokenizer = transformers.AutoTokenizer.from_pretrained(bart)

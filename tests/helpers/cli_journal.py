@@ -29,7 +29,7 @@ def job(path: Path, total: int, longest: int = 40) -> None:
             assert not any(output.entry(number) for number in batch)  # a batch is there or not
             draw = random.Random(first)
             records = [f"{number} {draw.random()} {'x' * draw.randint(0, longest)}\n" for number in batch]
-            output.write([Entry(n, 1, None, False, record.encode()) for n, record in zip(batch, records)])
+            output.write([Entry(n, 1, None, None, False, record.encode()) for n, record in zip(batch, records)])
         output.complete()
         output.leave()
     except BaseException:

@@ -32,7 +32,7 @@ from fastgen.batch.journal import Entry, StreamOutput
 os.set_blocking(1, False)
 output = StreamOutput('-')
 for number in range(1, 201):
-    output.write([Entry(number, 1, None, False, b'x' * 9999 + b'\\n')])
+    output.write([Entry(number, 1, None, None, False, b'x' * 9999 + b'\\n')])
 """
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -48,7 +48,7 @@ def test_records_are_written_as_soon_as_their_turn_has_come(tmp_path):
     path.write_bytes(b"")
     output = StreamOutput(str(path))
     for numbers, written in (((2, 3), b""), ((1, 6), b"1\n2\n3\n"), ((5, 4), b"1\n2\n3\n4\n5\n6\n")):
-        output.write([Entry(number, 1, None, number == 3, b"%d\n" % number) for number in numbers])
+        output.write([Entry(number, 1, None, None, number == 3, b"%d\n" % number) for number in numbers])
         assert path.read_bytes() == written
     output.leave()
     assert (output.records, output.failures, output.generated) == (6, 1, 5)

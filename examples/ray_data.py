@@ -3,7 +3,7 @@
     python examples/ray_data.py facebook/bart-large-cnn s3://b/in s3://b/out --format jsonl --workers 64 --gpus 1
 
 No process reads all of INPUT: each worker gets blocks of rows. Ray notes in OUTPUT-ids the ids that are written, so
-that the same command goes on after a crash, and generates nothing where all is done. RAY_ADDRESS names a cluster;
+that the same command resumes after a crash, and generates nothing if all is done. RAY_ADDRESS names a cluster;
 without it this machine is one. Ids must be unique. OUTPUT has INPUT's columns, "outputs" (a list of texts), "error".
 """
 
@@ -18,13 +18,13 @@ import fastgen
 
 
 class Generate:
-    """What runs in each worker."""
+    """Generates for the blocks of rows that one worker gets."""
 
     def __init__(self, model: str, column: str, settings: dict) -> None:
         self.generator, self.column = fastgen.TextGenerator(model, **settings), column
 
     def __call__(self, rows: pa.Table) -> pa.Table:
-        """The rows with what was generated for them; columns have a type, also where nothing failed."""
+        """Returns the rows with their outputs and errors, in columns that have a type even if nothing failed."""
         records = self.generator(rows[self.column].to_pylist())
         texts = [[output["text"] for output in record["outputs"]] for record in records]
         errors = [record.get("error") for record in records]
@@ -35,14 +35,14 @@ class Generate:
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 for name in ("model", "input", "output"):
     parser.add_argument(name)
-parser.add_argument("--format", choices=("parquet", "jsonl"), default="parquet", help="of INPUT")
-parser.add_argument("--column", default="text", help="of the inputs (default: text)")
+parser.add_argument("--format", choices=("parquet", "jsonl"), default="parquet", help="format of INPUT")
+parser.add_argument("--column", default="text", help="column of the inputs (default: text)")
 parser.add_argument("--id", default="id", help="column of the ids (default: id)")
 parser.add_argument("--workers", type=int, default=1, help="models; on CPUs leave some for reading and writing")
-parser.add_argument("--cpus", type=int, default=1, help="of each worker")
-parser.add_argument("--gpus", type=int, default=0, help="of each worker")
-parser.add_argument("--rows", type=int, default=512, help="that are sorted by length together: 16 batches or more")
-parser.add_argument("--settings", type=json.loads, default={}, help='of TextGenerator: {"num_beams": 4, "bs": 32}')
+parser.add_argument("--cpus", type=int, default=1, help="CPUs of each worker")
+parser.add_argument("--gpus", type=int, default=0, help="GPUs of each worker")
+parser.add_argument("--rows", type=int, default=512, help="rows that are sorted by length together: 16 batches or more")
+parser.add_argument("--settings", type=json.loads, default={}, help='for TextGenerator: {"num_beams": 4, "bs": 32}')
 args = parser.parse_args()
 
 ids = CheckpointConfig(args.id, f"{args.output.rstrip('/')}-ids", delete_checkpoint_on_success=False)

@@ -16,6 +16,9 @@ SANITIZER := compute-sanitizer --error-exitcode 1 --report-api-errors no
 WITH_DOTS = while sleep 5 && kill -0 $$$$ 2> /dev/null; do printf .; done & dots=$$!; \
 	$(1); status=$$?; kill $$dots; echo; exit $$status
 
+# The folders whose docstrings and names tools/words.py checks.
+WORDS_CHECKED := fastgen
+
 PYTEST := FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2 --dist loadgroup
 
 .PHONY: demo check test test-all test-fairseq matrix fuzz test-gpu gpu-check sanitize lint table bench bench-gpu wheel clean
@@ -80,6 +83,7 @@ sanitize: $(VENV)/test.installed
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/words.py $(WORDS_CHECKED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

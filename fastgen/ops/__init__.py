@@ -1,7 +1,7 @@
 """Operations on tensors; they know no host library. `kernels()` returns the implementations of each, see kernel.py.
 
-The shared libraries of `csrc/` are bound with ctypes. They hold no torch header, so that they are built wherever there
-is a compiler, whichever torch is installed later.
+The shared libraries of `csrc/` are bound with ctypes. They include no torch header, so that one build works with every
+version of torch.
 
 Tests: tests/ops/test_kernel.py, tests/ops/test_no_repeat_ngram.py, tests/ops/test_no_repeat_ngram_build.py
 """
@@ -15,7 +15,7 @@ from importlib.util import find_spec
 
 from fastgen.ops.kernel import Kernel
 
-# The module whose KERNELS each operation has.
+# The module that defines each operation's KERNELS.
 OPERATIONS = {
     "shared attention": "shared_attention",
     "flash attention": "flash_attention",
@@ -37,7 +37,7 @@ def kernels() -> dict[str, tuple[Kernel, ...]]:
 
 @functools.cache
 def load(name: str) -> ctypes.CDLL:
-    """Returns the library with this name of a module. Raises OSError if there is none or it cannot be loaded."""
+    """Returns the shared library at a module's dotted name. Raises OSError if it is missing or cannot be loaded."""
     spec = find_spec(name)
     if spec is None or spec.origin is None:
         raise OSError("not built")

@@ -1,11 +1,11 @@
-"""The best next tokens of beam search, as `torch.topk` over the scores of all beams and tokens finds them.
+"""The best next tokens of beam search, in the order of `torch.topk` over the scores of all beams and tokens.
 
-Equal scores are common in beam search: beams that are out of the race are kept at -1e9, where float32 has steps of 64;
-logits of bf16 have few values. So the order in which torch gives them is part of the answer, and these functions keep
-it, or say that they cannot.
+Equal scores are common in beam search: beams that are out of the race stay at -1e9, where float32 has steps of 64, and
+logits in bf16 have few values. So torch's order of equal scores is part of the answer, and these functions return it,
+or None if they cannot.
 
-All take k candidates of B inputs with M beams each, whose scores are `beam_scores [B, M]`, and return values and index
-`[B, k]`, the best first: index is `beam * vocabulary_size + token`.
+All choose k candidates for each of B inputs with M beams, whose scores are `beam_scores [B, M]`, and return values and
+index `[B, k]`, the best first: index is `beam * vocabulary_size + token`.
 
 `csrc/beam_top_k.cpp` does in one pass what torch does in three. AMD EPYC (family 25, model 17), 2 threads, ms, torch's
 and this one: 8 inputs, 4 beams, 32,128 tokens 1.38, 0.10; 8 inputs, 5 beams, 51,865 tokens 3.20, 0.18; one input, 4
@@ -29,11 +29,11 @@ from fastgen.ops.kernel import Kernel, first_supported
 
 Candidates = tuple[Tensor, Tensor]
 
-# Log-probabilities that are computed at once where not all are kept: so many stay in a CPU's cache, or nearly.
+# Log-probabilities computed in one piece if they are discarded afterwards: about as many as fit into a CPU's cache.
 PART = 2**21
 
-# Up to this share of k in all numbers, torch on a CPU has a heap of the best k and goes through the others in order.
-# A number that is no better than the worst of the heap changes nothing.
+# With at least this many numbers for each of the k, torch on a CPU fills a heap of the best k and visits the others in
+# order. A number that is no better than the worst of the heap changes nothing.
 HEAP = 64
 
 MIN_SCORES_OF_THREAD = 1 << 15
@@ -46,7 +46,7 @@ def _rows_of_a_part(logits: Tensor) -> int:
 
 
 def best_of_all(logits: Tensor, beam_scores: Tensor, k: int, log_probs: Tensor | None = None) -> Candidates:
-    """Returns those of logits `[B * M, vocabulary_size]`, or of what was made of their log-probabilities."""
+    """Returns the best candidates for logits `[B * M, vocabulary_size]`, or for their processed log-probabilities."""
     kernel = first_supported(KERNELS, logits.device.type, logits if log_probs is None else log_probs, beam_scores, k)
     if log_probs is None and (kernel is KERNELS[-1] or logits.numel() <= PART):
         log_probs = functional.log_softmax(logits, dim=-1)
@@ -60,14 +60,14 @@ def best_of_all(logits: Tensor, beam_scores: Tensor, k: int, log_probs: Tensor |
 
 
 def best_in_one_stage(log_probs: Tensor, beam_scores: Tensor, k: int) -> Candidates:
-    """Returns those of log_probs `[B * M, vocabulary_size]`, with all scores in one tensor."""
+    """Returns the best candidates for log_probs `[B * M, vocabulary_size]`, with all scores in one tensor."""
     scores = log_probs.view(*beam_scores.shape, -1) + beam_scores[:, :, None]
     values, index = torch.topk(scores.flatten(1), k=k)
     return values, index
 
 
 def _can_choose(log_probs: Tensor, beam_scores: Tensor, k: int) -> bool:
-    """Whether the kernel can do it, in torch's order."""
+    """Whether the kernel supports these tensors and returns torch's order."""
     for tensor in (log_probs, beam_scores):
         if not tensor.is_cpu or tensor.dtype != torch.float32 or not tensor.is_contiguous():
             return False
@@ -88,9 +88,9 @@ def _choose(log_probs: Tensor, beam_scores: Tensor, k: int) -> Candidates:
 def best_of_allowed(logits: Tensor, beam_scores: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Candidates | None:
     """Returns the best as if the log-probabilities of all but the allowed tokens were -inf.
 
-    logits: `[B * M, vocabulary_size]`, before the softmax over all tokens. rows, tokens: those allowed, `[count]`,
-    sorted by row and then by token. None where a log-probability is not finite, and where the order of equal scores
-    may be another: on other devices than a CPU, and with large k for a small vocabulary.
+    logits: `[B * M, vocabulary_size]`, before the softmax over all tokens. rows, tokens: the allowed pairs, `[count]`,
+    sorted by row and then by token. Returns None if a log-probability is not finite, or if the order of equal scores
+    may differ from torch's: on devices other than a CPU, and with large k for a small vocabulary.
     """
     if logits.device.type != "cpu" or k * HEAP > beam_scores.shape[1] * logits.shape[1] or not keeps_order():
         return best_of_different(logits, beam_scores, rows, tokens, k)
@@ -99,7 +99,7 @@ def best_of_allowed(logits: Tensor, beam_scores: Tensor, rows: Tensor, tokens: T
 
 
 def best_of_different(logits: Tensor, beam_scores: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Candidates | None:
-    """Returns `best_of_allowed`, in any order of equal scores; None if some of the best k + 1 are equal."""
+    """Returns `best_of_allowed` for any order of equal scores; None if some of the best k + 1 are equal."""
     scored = _scored(logits, beam_scores, rows, tokens)
     if scored is None:
         return None
@@ -108,12 +108,12 @@ def best_of_different(logits: Tensor, beam_scores: Tensor, rows: Tensor, tokens:
 
 
 def _differ(values: Tensor) -> bool:
-    """Whether sorted values `[B, k]` are all different, and numbers."""
+    """Whether sorted values `[B, k]` are all different, and none is NaN."""
     return bool((values[:, 1:] < values[:, :-1]).all())
 
 
 def _scored(logits: Tensor, beam_scores: Tensor, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The scores, inputs and places of the allowed tokens, `[count]`; None where one is not finite."""
+    """Returns the scores, inputs and places of the allowed tokens, `[count]`; None if a score is not finite."""
     beams, vocabulary = beam_scores.shape[1], logits.shape[1]
     log_probs = _log_probs_of(logits, rows, tokens)
     if not bool(log_probs.isfinite().all()):
@@ -125,23 +125,24 @@ def _log_probs_of(logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
     """Returns the log-probabilities of these tokens of these rows, `[count]`; rows are sorted."""
     asked, counts = torch.unique_consecutive(rows, return_counts=True)
     places = torch.arange(len(asked), device=rows.device).repeat_interleave(counts)
-    found, first_row, first = [], 0, 0
+    parts, first_row, first = [], 0, 0
     for part in asked.split(_rows_of_a_part(logits)):
         end = int(torch.searchsorted(places, first_row + len(part)))
         log_probs = functional.log_softmax(logits[part], dim=-1)
-        found.append(log_probs[places[first:end] - first_row, tokens[first:end]])
+        parts.append(log_probs[places[first:end] - first_row, tokens[first:end]])
         first_row, first = first_row + len(part), end
-    return torch.cat(found)
+    return torch.cat(parts)
 
 
 def _best(scores: Tensor, input_of: Tensor, places: Tensor, inputs: int, k: int) -> Candidates:
-    """`torch.topk` of -inf with `scores` at `places` of their inputs, without most of the -inf. All `[count]`, sorted.
+    """Returns `torch.topk` of rows of -inf that hold `scores` at `places`, without storing most of the -inf.
 
-    The heap begins with the first k numbers, -inf or not. After those, no -inf is better than anything.
+    scores, input_of, places: `[count]`, sorted. torch's heap begins with the first k numbers, -inf or not; after those,
+    no -inf enters it.
     """
     is_later = places >= k
     later = is_later.cumsum(0)
-    # How many candidates other inputs have in front.
+    # The number of later candidates of the inputs before each.
     before = torch.searchsorted(input_of, torch.arange(inputs, device=scores.device))
     before = torch.where(before > 0, later[before - 1], 0)
     columns = torch.where(is_later, k - 1 + later - before[input_of], places)
@@ -150,13 +151,13 @@ def _best(scores: Tensor, input_of: Tensor, places: Tensor, inputs: int, k: int)
     dense[input_of, columns] = scores
     index = torch.arange(width, device=scores.device).repeat(inputs, 1)
     index[input_of, columns] = places
-    values, found = torch.topk(dense, k=k)
-    return values, index.gather(1, found)
+    values, positions = torch.topk(dense, k=k)
+    return values, index.gather(1, positions)
 
 
 @cache
 def _chooses_as_torch() -> bool:
-    """Whether this torch has the kernel's order of equal numbers: tried once, with many equal ones."""
+    """Whether this torch orders equal numbers as the kernel does: tried once, with many equal numbers."""
     with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
         generator = torch.Generator().manual_seed(0)
         log_probs = torch.randint(-9, 0, (6, 1000), generator=generator, device="cpu").float()
@@ -166,7 +167,7 @@ def _chooses_as_torch() -> bool:
 
 @cache
 def keeps_order() -> bool:
-    """Whether this torch has the order of equal numbers that `_best` counts on: tried once, with many equal ones."""
+    """Whether this torch orders equal numbers as `_best` assumes: tried once, with many equal numbers."""
     generator = torch.Generator().manual_seed(0)
     inputs, k, length = 3, 16, 4 * HEAP * 16
     input_of, places = (torch.rand(inputs, length, generator=generator) < 0.02).nonzero().unbind(1)

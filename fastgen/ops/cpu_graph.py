@@ -1,9 +1,9 @@
-"""What a CPU has instead of a CUDA graph: the calls of torch's kernels that a function has made, to be made again.
+"""A CPU's counterpart of a CUDA graph: records the kernel calls of a function and replays them without its Python.
 
-A step of a decoder calls some hundred kernels; the Python between them takes as long as the kernels themselves where
-rows are few. Here every call has its tensors, at addresses that stay, and what only looks at tensors is left out.
+A decode step calls some hundred kernels; with few rows, the Python between them takes as long as the kernels. A replay
+calls each kernel with the same tensors, at fixed addresses, and leaves out calls that only create views.
 
-    Tracer ──> calls ──> those that are needed, some of them fused ──> repetitions, into memory that tensors share
+    Tracer ──> calls ──> the needed ones, some of them fused ──> repetitions, into memory that tensors share
 
 AMD EPYC (family 25), 2 threads, one step, ms, without and with it: GPT-2 small, one row, 47 and 31; BART-base, 4 beams
 of one input, 46 and 33; T5-base, 32 rows, 190 and 150.
@@ -27,17 +27,16 @@ from fastgen.ops import few_queries, lookup, rms_norm, x86
 from fastgen.ops.cpu_linear import skinny_gemm
 from fastgen.ops.tracing import Diverged, NotRepeatable, TracedCall, Tracer
 
-# They give memory whose content is not defined: a replay has it already.
+# Operations that allocate without initialising: a replay has the memory already.
 _MAKE_ROOM = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"})
 
 
 def capture(function: Callable[[], Any]) -> tuple[Callable[[], Any], int, set[Memory]]:
-    """The replay of a function that runs on a CPU without gradients.
+    """Returns the replay of a function that runs on a CPU without gradients, the bytes it owns, and what it reads.
 
-    Returns also the bytes of memory that it needs for itself, and the memories that it reads. A replay gives the
-    function's output, computed from what the tensors hold then, in memory that the next replay overwrites; the tensors
-    that the function reads have to stay. Raises NotRepeatable where a replay would not do the same; the replay raises
-    Diverged where the function would take another way.
+    A replay returns the function's output, computed from what the tensors hold then, in memory that the next replay
+    overwrites; the storages that it reads (the third result) must stay alive and in place. Raises NotRepeatable if a
+    replay would not do the same as the function; the replay raises Diverged if the function would take another branch.
     """
     random = torch.get_rng_state()
     with Tracer() as tracer:
@@ -50,16 +49,16 @@ def capture(function: Callable[[], Any]) -> tuple[Callable[[], Any], int, set[Me
     calls = skinny_gemm.fused(rms_norm.fused(calls, output), output)
     needed, constant = _needed(calls)
     share_buffers(calls, returned | constant)
-    made = [tensor.untyped_storage() for call in needed for tensor in call.made if not call.writes]
-    nbytes = sum(memory.nbytes() for memory in {memory._cdata: memory for memory in made}.values())
+    storages = [tensor.untyped_storage() for call in needed for tensor in call.outputs if not call.writes]
+    nbytes = sum(memory.nbytes() for memory in {memory._cdata: memory for memory in storages}.values())
     repetitions = [repetition_of(call) for call in needed]
-    moving = [one for _, args, _ in repetitions for one in args if isinstance(one, x86.Address)]
+    moving = [argument for _, args, _ in repetitions for argument in args if isinstance(argument, x86.Address)]
     replay = partial(_replay, repetitions, moving, output, calls)
     return replay, nbytes, memories_of(tensor for call in needed for tensor in call.read)
 
 
 def _replay(repetitions: list[Repetition], moving: list[x86.Address], output: Any, calls: list[TracedCall]) -> Any:
-    """calls: whose tensors the repetitions address, and which stay as long as the replay does."""
+    """Runs the repetitions and returns the output; calls: holds the tensors that the repetitions address."""
     for address in moving:
         address.value = address.tensor.data_ptr()
     for function, args, kwargs in repetitions:
@@ -68,32 +67,32 @@ def _replay(repetitions: list[Repetition], moving: list[x86.Address], output: An
 
 
 def _without_unused(calls: list[TracedCall], returned: set[Memory]) -> list[TracedCall]:
-    """The calls whose results are read or returned, or that do something else."""
-    used, kept = set(returned), []
+    """Returns the calls whose results are read or returned, or that have a side effect."""
+    used, used_calls = set(returned), []
     for call in reversed(calls):
-        if call.writes or not call.made or memories_of(call.made) & used:
+        if call.writes or not call.outputs or memories_of(call.outputs) & used:
             used |= memories_of(call.read)
-            kept.append(call)
-    return kept[::-1]
+            used_calls.append(call)
+    return used_calls[::-1]
 
 
 def _without_repeats(calls: list[TracedCall], returned: set[Memory]) -> list[TracedCall]:
-    """Leaves out calls that compute what an earlier one has, such as each layer's mask; their tensors get its memory.
+    """Removes calls that repeat an earlier one, such as each layer's mask; their tensors get that call's memory.
 
-    Only of tensors that nobody writes.
+    Calls whose tensors are written are not removed.
     """
     written, tensors = _written(calls), _tensors_by_memory(calls)
     first: dict[Hashable, TracedCall] = {}
-    kept = []
+    different = []
     for call in calls:
-        read, made = memories_of(call.read), memories_of(call.made)
-        changes = call.writes or not call.made or (read | made) & written or made & (returned | read)
+        read, results = memories_of(call.read), memories_of(call.outputs)
+        changes = call.writes or not call.outputs or (read | results) & written or results & (returned | read)
         if changes or call.operation._schema.name in _MAKE_ROOM or (same := first.setdefault(_key(call), call)) is call:
-            kept.append(call)
+            different.append(call)
             continue
-        for result, other in zip(call.made, same.made):
+        for result, other in zip(call.outputs, same.outputs):
             _move_to(other.untyped_storage(), tensors[memory_of(result)])
-    return kept
+    return different
 
 
 def _key(call: TracedCall) -> Hashable:
@@ -109,25 +108,25 @@ def _identity(leaf: Any) -> Hashable:
 
 
 def _written(calls: list[TracedCall]) -> set[Memory]:
-    return {memory for call in calls if call.writes for memory in memories_of(call.made or call.read)}
+    return {memory for call in calls if call.writes for memory in memories_of(call.outputs or call.read)}
 
 
 def _needed(calls: list[TracedCall]) -> tuple[list[TracedCall], set[Memory]]:
-    """The calls that a replay has to make, and memories that hold the same numbers at all times.
+    """Returns the calls that a replay must make, and the memories whose content never changes.
 
-    Views and what was made from nothing need not be made again.
+    Views, and results that depend on no input, need not be computed again.
     """
     written = _written(calls)
     needed: list[TracedCall] = []
     constant: set[Memory] = set()
     for call in calls:
-        read, made = memories_of(call.read), memories_of(call.made)
-        if call.writes or not made:
+        read, results = memories_of(call.read), memories_of(call.outputs)
+        if call.writes or not results:
             needed.append(call)
-        elif made <= read or call.operation._schema.name in _MAKE_ROOM:
+        elif results <= read or call.operation._schema.name in _MAKE_ROOM:
             continue
-        elif read <= constant and not made & written:
-            constant |= made
+        elif read <= constant and not results & written:
+            constant |= results
         else:
             needed.append(call)
     return needed, constant
@@ -140,7 +139,7 @@ Repetition = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
-# Operations of fastgen, by name: what makes a function that computes their result where it is.
+# For fastgen's operations, by name: returns a function that writes the result into an existing tensor.
 _KERNELS: dict[str, Callable[..., partial[None]]] = {
     skinny_gemm.OPERATION: skinny_gemm.call_into,
     few_queries.OPERATION: few_queries.call_into,
@@ -148,13 +147,13 @@ _KERNELS: dict[str, Callable[..., partial[None]]] = {
     lookup.OPERATION: lookup.call_into,
 }
 
-# Arguments that a form with `out` takes from the tensor that it is given.
+# Arguments that an `out` overload takes from its output tensor.
 _TOLD_BY_OUT = frozenset({"dtype", "layout", "device", "pin_memory"})
 
 
 def repetition_of(call: TracedCall) -> Repetition:
-    """Returns that of a call that computes something, or reads a scalar: it raises Diverged if that has changed."""
-    if not call.made and not call.writes:
+    """Returns the repetition of a call. If the call reads a scalar, it raises Diverged when the scalar has changed."""
+    if not call.outputs and not call.writes:
         return partial(_check_scalar, call), (), {}
     if (in_place := _IN_PLACE.get(call.operation)) and (write := in_place(*call.args, **call.kwargs)) is not None:
         return write, (), {}
@@ -167,19 +166,19 @@ def repetition_of(call: TracedCall) -> Repetition:
     if (call_into := _KERNELS.get(name)) is not None:
         kernel = call_into(call.result, *call.args)
     elif name in few_queries.SDPA:
-        kernel = few_queries.sdpa_into(call.operation, call.made[0], call.args, call.kwargs)
+        kernel = few_queries.sdpa_into(call.operation, call.outputs[0], call.args, call.kwargs)
     if kernel is not None:
         return kernel.func, kernel.args, {}
     form, outs = _form_with_out(call.operation)
     if form is None:
         return partial(_compute_and_copy, call), (), {}
-    known = {argument.name for argument in form._schema.arguments}
-    kwargs = {name: value for name, value in call.kwargs.items() if name in known}
-    return form._op, call.args, kwargs | dict(zip(outs, call.made))
+    accepted = {argument.name for argument in form._schema.arguments}
+    kwargs = {name: value for name, value in call.kwargs.items() if name in accepted}
+    return form._op, call.args, kwargs | dict(zip(outs, call.outputs))
 
 
 def _write_at(buffer: Tensor, dim: int, index: Tensor, source: Tensor) -> Callable[[], None] | None:
-    """`buffer.index_copy_(dim, index, source)` of one index as the copy of a slice, in a quarter of the time."""
+    """Returns `buffer.index_copy_(dim, index, source)` for one index as a slice copy: a quarter of the time."""
     if index.numel() != 1 or index.dtype != torch.int64 or not buffer.dim():
         return None
     position, added, size = ctypes.c_int64.from_address(index.data_ptr()), source.select(dim, 0), buffer.shape[dim]
@@ -193,7 +192,7 @@ def _write_at(buffer: Tensor, dim: int, index: Tensor, source: Tensor) -> Callab
 
 
 def _add_to_count(count: Tensor, added: Any, **options: Any) -> Callable[[], None] | None:
-    """`count.add_(added)` of one integer, without torch, whose code has left the caches after a large product."""
+    """Returns `count.add_(added)` for one integer without torch, whose code a large product evicts from the caches."""
     if count.dim() or count.dtype != torch.int64 or type(added) is not int or options:
         return None
     number = ctypes.c_int64.from_address(count.data_ptr())
@@ -204,7 +203,7 @@ def _add_to_count(count: Tensor, added: Any, **options: Any) -> Callable[[], Non
     return add
 
 
-# What may take less time than an operation that writes, or None.
+# Faster replacements of operations that write; each returns None if it does not apply.
 _IN_PLACE: dict[Any, Callable[..., Callable[[], None] | None]] = {
     torch.ops.aten.index_copy_.default: _write_at,
     torch.ops.aten.add_.Tensor: _add_to_count,
@@ -212,20 +211,20 @@ _IN_PLACE: dict[Any, Callable[..., Callable[[], None] | None]] = {
 
 
 def _check_scalar(call: TracedCall) -> None:
-    found = call.operation._op(*call.args, **call.kwargs)
-    if found != call.result:
-        raise Diverged(f"{call.operation} returned {found} on the host instead of {call.result}")
+    value = call.operation._op(*call.args, **call.kwargs)
+    if value != call.result:
+        raise Diverged(f"{call.operation} returned {value} on the host instead of {call.result}")
 
 
 def _compute_and_copy(call: TracedCall) -> None:
     results = call.operation._op(*call.args, **call.kwargs)
-    for mine, found in zip(call.made, (results,) if isinstance(results, Tensor) else results):
-        mine.copy_(found)
+    for output, result in zip(call.outputs, (results,) if isinstance(results, Tensor) else results):
+        output.copy_(result)
 
 
 @functools.cache
 def _form_with_out(operation: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload | None, tuple[str, ...]]:
-    """The form of an operation that writes its results into given tensors, and their names; None if it has none."""
+    """Returns an operation's `out` overload and the names of its outputs, or (None, ()) if it has none."""
     results = [str(result.type) for result in operation._schema.returns]
     wanted = [_described(argument) for argument in operation._schema.arguments if argument.name not in _TOLD_BY_OUT]
     packet = operation.overloadpacket
@@ -241,9 +240,9 @@ def _described(argument: Any) -> tuple[str, str]:
     return argument.name, str(argument.type)
 
 
-# Memory for the tensors between two kernels: those that are not needed at the same time have the same.
+# Memory of intermediate tensors: tensors that are not needed at the same time share a buffer.
 
-# A buffer is not taken for what needs less than this part of it.
+# A tensor that needs less than this fraction of a buffer does not get it.
 LEAST_USE = 0.5
 
 # Identity of a storage, unique while the storage is alive.
@@ -258,47 +257,47 @@ def memories_of(tensors: Iterable[Tensor]) -> set[Memory]:
     return set(map(memory_of, tensors))
 
 
-def share_buffers(calls: list[TracedCall], kept: set[Memory]) -> None:
-    """Moves what the calls have made into buffers that they share, all but the memories `kept`.
+def share_buffers(calls: list[TracedCall], excluded: set[Memory]) -> None:
+    """Moves the calls' outputs, except the memories `excluded`, into buffers that they share.
 
     The tensors stay the same objects; their content is lost.
     """
-    tensors = _made_in_between(calls, kept)
-    last = {memory: number for number, call in enumerate(calls) for memory in memories_of(call.read + call.made)}
+    tensors = _intermediate_tensors(calls, excluded)
+    last = {memory: number for number, call in enumerate(calls) for memory in memories_of(call.read + call.outputs)}
     free: list[torch.UntypedStorage] = []
     buffers: dict[Memory, torch.UntypedStorage] = {}
     for number, call in enumerate(calls):
-        used = memories_of(call.read + call.made) & tensors.keys()
+        used = memories_of(call.read + call.outputs) & tensors.keys()
         for memory in used - buffers.keys():
             needed = tensors[memory][0].untyped_storage().nbytes()
-            fitting = [one for one in free if LEAST_USE * one.nbytes() <= needed <= one.nbytes()]
+            fitting = [storage for storage in free if LEAST_USE * storage.nbytes() <= needed <= storage.nbytes()]
             buffer = min(fitting, key=torch.UntypedStorage.nbytes) if fitting else torch.UntypedStorage(needed)
-            buffers[memory], free = buffer, [one for one in free if one is not buffer]
+            buffers[memory], free = buffer, [storage for storage in free if storage is not buffer]
         free += [buffers[memory] for memory in used if last[memory] == number]
     for memory, sharing in tensors.items():
         _move_to(buffers[memory], sharing)
 
 
 def _move_to(memory: torch.UntypedStorage, tensors: Iterable[Tensor]) -> None:
-    """The tensors lie in this memory from now on, as they lay in theirs; their content is lost."""
+    """Moves tensors into this memory, with their offsets, sizes and strides; their content is lost."""
     for tensor in tensors:
         tensor.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _tensors_by_memory(calls: list[TracedCall]) -> dict[Memory, list[Tensor]]:
-    """What the calls read and make."""
+    """Returns the tensors that the calls read and return, by memory."""
     tensors: dict[Memory, dict[int, Tensor]] = {}
     for call in calls:
-        for tensor in (*call.read, *call.made):
+        for tensor in (*call.read, *call.outputs):
             tensors.setdefault(memory_of(tensor), {})[id(tensor)] = tensor
     return {memory: list(sharing.values()) for memory, sharing in tensors.items()}
 
 
-def _made_in_between(calls: list[TracedCall], kept: set[Memory]) -> dict[Memory, list[Tensor]]:
-    """The tensors in each memory that the calls have made, all but `kept`."""
-    given = set(kept)
-    made: set[Memory] = set()
+def _intermediate_tensors(calls: list[TracedCall], excluded: set[Memory]) -> dict[Memory, list[Tensor]]:
+    """Returns the tensors in memories that the calls allocate, by memory, except the memories `excluded`."""
+    outside = set(excluded)
+    allocated: set[Memory] = set()
     for call in calls:
-        given |= memories_of(call.read) - made
-        made |= memories_of(call.made)
-    return {memory: tensors for memory, tensors in _tensors_by_memory(calls).items() if memory not in given}
+        outside |= memories_of(call.read) - allocated
+        allocated |= memories_of(call.outputs)
+    return {memory: tensors for memory, tensors in _tensors_by_memory(calls).items() if memory not in outside}

@@ -1,11 +1,11 @@
 """Attention of few queries to keys in segments, in fp32, bf16 or fp16 on a CPU: `csrc/few_queries.cpp`.
 
-A decode step has one query for each row, and a few for each copy of keys that rows have in common. Here that takes
-little longer than to read keys and values once; torch's flash attention packs them first, two products write scores.
+A decode step has one query for each row, and a few for each copy of keys that rows have in common. This kernel takes
+little longer than reading keys and values once. torch's flash attention packs them first; two products write scores.
 
-AMD EPYC (family 25, model 17), 2 threads, keys not in a cache, ms, torch's way and this one in fp32, then in bf16:
+AMD EPYC (family 25, model 17), 2 threads, keys not in a cache, ms, torch and this kernel in fp32, then in bf16:
 BART's cross-attention (4 inputs, 4 beams, 512 keys) 1.02, 0.54; 0.77, 0.41. Whisper-tiny's (8, 5, 1500) 3.43, 1.55;
-2.65, 1.31. GPT-2's prompt and what is generated (4, 16 samples, 512 + 32) 2.44, 1.71; 1.95, 1.76. One row, 600 keys:
+2.65, 1.31. GPT-2's prompt and generated tokens (4, 16 samples, 512 + 32) 2.44, 1.71; 1.95, 1.76. One row, 600 keys:
 0.14, 0.06; 0.46, 0.05.
 
 Tests: tests/ops/test_attention_kernels.py
@@ -24,13 +24,13 @@ from torch import Tensor
 from fastgen.ops import x86
 from fastgen.ops.tracing import is_transformed
 
-# For each copy of keys; with more, products that reuse keys in registers come close.
+# The largest number of queries for each copy of keys; with more, products that reuse keys in registers come close.
 MOST_QUERIES = 16
 
-# torch's flash attention takes rows of fewer scores that are no numbers for hidden ones, if there is no mask.
+# With fewer keys and no mask, torch's flash attention treats rows whose scores are all NaN as hidden.
 MIN_KEYS_WITHOUT_MASK = 16
 
-# The same as an operation of torch, for those who note what is called; and torch's own, the latter in inference mode.
+# The kernel registered with torch, which dispatch modes can record, and torch's own: the second in inference mode.
 OPERATION = "fastgen::few_queries_attention"
 SDPA = ("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::scaled_dot_product_attention")
 
@@ -39,7 +39,7 @@ _ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_float, ctypes.c_int32)
 
 
 def can_attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None) -> bool:
-    """Whether this kernel can and should do it; arguments are those of `attention`."""
+    """Whether this kernel supports the arguments of `attention`, and is worthwhile for them."""
     rows, heads, length, _ = query.shape
     queries = rows // min([segment.shape[0] for segment in keys]) * length * heads // keys[0].shape[1]
     if queries > MOST_QUERIES or (mask is None and sum([part.shape[2] for part in keys]) < MIN_KEYS_WITHOUT_MASK):
@@ -48,7 +48,7 @@ def can_attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], 
 
 
 def can_read(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None) -> bool:
-    """Whether kernels of attention in C++ take these, and nobody waits for torch's own; arguments as of `attention`."""
+    """Whether attention kernels in C++ support these arguments, and no mode waits for torch's operations."""
     if not query.is_cpu or query.dtype not in x86.DTYPES:
         return False
     if mask is not None and (type(mask) is not Tensor or mask.dtype not in (query.dtype, torch.float32, torch.bool)):
@@ -57,7 +57,7 @@ def can_read(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], ma
 
 
 def are_plain(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
-    """Whether kernels that get addresses and strides can take these, and nobody waits for torch's own operations."""
+    """Whether kernels that take addresses and strides support these, and no mode waits for torch's operations."""
     for segment in (query, *keys, *values):
         if type(segment) is not Tensor or segment.dtype != query.dtype or segment.stride(3) != 1 or not segment.numel():
             return False
@@ -73,7 +73,7 @@ def attention(
     scale: float,
     bounds: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Computes `shared_attention` of at most `MOST_QUERIES` queries of each copy, see `can_attend`; reads no bounds."""
+    """Computes `shared_attention` for at most `MOST_QUERIES` queries per copy, see `can_attend`; ignores `bounds`."""
     if torch._C._len_torch_dispatch_stack():
         return torch.ops.fastgen.few_queries_attention(query, keys, values, mask, scale)
     return _attention(query, keys, values, mask, scale)
@@ -88,7 +88,7 @@ def _attention(
 
 
 def output_of(query: Tensor, values: Sequence[Tensor]) -> Tensor:
-    """`[rows, heads, length, width]`, of which heads lie beside each other, as models want them next."""
+    """Returns an empty output `[rows, heads, length, width]` with adjacent heads, the layout that models need next."""
     rows, heads, length, _ = query.shape
     return query.new_empty((rows, length, heads, values[0].shape[3])).transpose(1, 2)
 
@@ -103,9 +103,9 @@ def call_into(
     kernel: str = "few_queries",
     is_causal: bool = False,
 ) -> partial[None]:
-    """Returns a call that computes the output where it is; all tensors have to stay where they are.
+    """Returns a call that writes attention into `output`; all tensors must stay at their addresses.
 
-    is_causal: a query sees as many keys as its position counts, and no mask; of `csrc/flash_attention.cpp`.
+    is_causal: query `i` sees keys 0 to `i`, and there is no mask; only `csrc/flash_attention.cpp` supports it.
     """
     rows, heads, length, width = query.shape
     pointers = [query.data_ptr(), output.data_ptr(), None]
@@ -116,22 +116,22 @@ def call_into(
         mask_sizes = [*mask.expand(rows, heads, length, total).stride(), _MASKS[mask.dtype]]
     sizes = [rows, heads, length, keys[0].shape[1], width, values[0].shape[3], len(keys)]
     sizes += [*query.stride()[:3], *output.stride()[:3], *mask_sizes]
-    for of_keys, of_values in zip(keys, values):
-        pointers += of_keys.data_ptr(), of_values.data_ptr()
-        sizes += of_keys.shape[0], of_keys.shape[2], *of_keys.stride()[:3], *of_values.stride()[:3]
+    for key, value in zip(keys, values):
+        pointers += key.data_ptr(), value.data_ptr()
+        sizes += key.shape[0], key.shape[2], *key.stride()[:3], *value.stride()[:3]
     arrays = (ctypes.c_void_p * len(pointers))(*pointers), (ctypes.c_int64 * len(sizes))(*sizes)
     return partial(x86.function(kernel, query.dtype, _ARGUMENTS), *arrays, scale, torch.get_num_threads())
 
 
 def sdpa_into(operation: Any, output: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> partial[None] | None:
-    """Returns `call_into` of a call of one of torch's `SDPA`; None if it has other options, or `can_attend` says no."""
-    given = dict(zip((argument.name for argument in operation._schema.arguments), args)) | kwargs
-    query, keys, values, mask = given["query"], [given["key"]], [given["value"]], given.get("attn_mask")
-    if given.get("dropout_p") or given.get("is_causal") or x86.machine_reasons():
+    """Returns `call_into` for a call of one of torch's `SDPA`; None if its options or sizes are not supported."""
+    arguments = dict(zip((argument.name for argument in operation._schema.arguments), args)) | kwargs
+    query, keys, values = arguments["query"], [arguments["key"]], [arguments["value"]]
+    mask, scale = arguments.get("attn_mask"), arguments.get("scale")
+    if arguments.get("dropout_p") or arguments.get("is_causal") or x86.machine_reasons():
         return None
     if not can_attend(query, keys, values, mask):
         return None
-    scale = given.get("scale")
     return call_into(output, query, keys, values, mask, query.shape[-1] ** -0.5 if scale is None else scale)
 
 

@@ -1,13 +1,13 @@
-"""Attention of many queries, as of a prompt or an encoder, in fp32, bf16 or fp16 on a CPU: `csrc/flash_attention.cpp`.
+"""Attention of many queries (a prompt, an encoder) in fp32, bf16 or fp16 on a CPU: `csrc/flash_attention.cpp`.
 
-torch's flash attention computes all scores that a causal mask hides, and in bf16 is no faster than in fp32. Here what
-is hidden from a tile of queries is left out, and bf16 is multiplied by its dot products of pairs (AVX512_BF16).
+torch's flash attention computes all scores that a causal mask hides, and in bf16 is no faster than in fp32. This kernel
+skips keys that are hidden from a whole tile of queries, and multiplies bf16 with dot products of pairs (AVX512_BF16).
 
-AMD EPYC (family 25, model 17), 2 threads, heads of 64, ms, torch's way and this one in fp32, then in bf16:
+AMD EPYC (family 25, model 17), 2 threads, heads of 64, ms, torch and this kernel in fp32, then in bf16:
 BART's encoder (4 inputs, 12 heads, 512 tokens) 23, 20; 24, 12. Whisper-tiny's (8, 6, 1500) 177, 153; 193, 90. T5's
-(8, 12, 128, with a bias) 4.8, 3.9; 5.7, 2.8. GPT-2's prompt (4, 12, 512) 22, 11; 28, 9.2. A padded one of Llama's
-(4, 12 of 3 heads, 512) 23, 14; 29, 12. In the instructions of AVX2, one thread: BART's encoder 42, 39; 48, 40. GPT-2's
-prompt 43, 23; 48, 24.
+(8, 12, 128, with a bias) 4.8, 3.9; 5.7, 2.8. GPT-2's prompt (4, 12, 512) 22, 11; 28, 9.2. Llama's padded prompt
+(4, 12 of 3 heads, 512) 23, 14; 29, 12. With AVX2 only, one thread: BART's encoder 42, 39; 48, 40. GPT-2's prompt
+43, 23; 48, 24.
 
 Tests: tests/ops/test_attention_kernels.py
 """
@@ -27,22 +27,22 @@ from fastgen.ops import few_queries, x86
 from fastgen.ops.kernel import Kernel
 from fastgen.ops.tracing import Arguments, Options, TransparentMode, is_watched
 
-# Fewer queries of a row and a head of keys, or fewer keys, are not worth packing.
+# Fewer queries per row and key head, or fewer keys, are not worth packing.
 MIN_QUERIES = MIN_KEYS = 32
 
 
 @functools.cache
 def _is_faster(dtype: torch.dtype) -> bool:
-    """Whether torch has nothing faster in this dtype: with AMX's tiles for bf16 this kernel was not compared."""
+    """Whether this kernel is faster than torch's; not assumed for bf16 on CPUs with AMX, where nobody compared them."""
     return dtype != torch.bfloat16 or not getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
 
 
 def can_attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None) -> bool:
-    """Whether this kernel can and should do it; arguments are those of `attention`."""
+    """Whether this kernel supports the arguments of `attention`, and is worthwhile for them."""
     queries = query.shape[2] * query.shape[1] // keys[0].shape[1]
     if queries < MIN_QUERIES or sum([segment.shape[2] for segment in keys]) < MIN_KEYS:
         return False
-    # A pass over the kernels of a step would not see it, and whoever forbids flash attention wants other sums.
+    # A dispatch mode would not see this kernel's call; and a user who disables flash attention wants other sums.
     if torch._C._len_torch_dispatch_stack() or not torch.backends.cuda.flash_sdp_enabled():
         return False
     return _is_faster(query.dtype) and few_queries.can_read(query, keys, values, mask)
@@ -57,7 +57,7 @@ def attention(
     is_causal: bool = False,
     bounds: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Computes `shared_attention`, see `can_attend`; reads no bounds.
+    """Computes `shared_attention`, see `can_attend`; ignores `bounds`.
 
     is_causal: query `i` sees keys 0 to `i`, and there is no mask.
     """
@@ -67,7 +67,7 @@ def attention(
 
 
 class FlashAttention(TransparentMode):
-    """Inside this context `functional.scaled_dot_product_attention` is computed here where `can_attend` says so."""
+    """A context in which `functional.scaled_dot_product_attention` calls this kernel if `can_attend` is true."""
 
     def __init__(self, usage: Counter[str]) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def _attention_of_call(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """The result of a call of torch's function, or None where that is to compute it, or to say what is wrong."""
+    """Returns the result of a call of torch's function, or None if torch must compute it or raise the error."""
     if dropout_p or {query.dim(), key.dim(), value.dim()} != {4} or (is_causal and attn_mask is not None):
         return None
     rows, heads, _, width = query.shape
@@ -109,8 +109,8 @@ def _attention_of_call(
 
 
 def _broadcasts(mask: Tensor, shape: tuple[int, ...]) -> bool:
-    of_mask = mask.shape[::-1]
-    return 2 <= len(of_mask) <= len(shape) and all(one in (1, size) for one, size in zip(of_mask, shape[::-1]))
+    sizes = mask.shape[::-1]
+    return 2 <= len(sizes) <= len(shape) and all(one in (1, size) for one, size in zip(sizes, shape[::-1]))
 
 
 _TASK = "prompts and encoders of large models, in fp32, bf16 and fp16"

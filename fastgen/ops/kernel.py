@@ -6,8 +6,8 @@
     )
     first_supported(KERNELS, "cpu", buffers).run(buffers, beam_idx)
 
-torch's own is the oracle of the tests, too. Where no rule tells which kernel is the fastest, those of the list are
-measured (cpu_linear). `fastgen.ops.kernels` has the lists of all operations.
+torch's own kernel is also the oracle of the tests. If no rule predicts the fastest kernel, the kernels of the list are
+measured (cpu_linear). `fastgen.ops.kernels` returns the lists of all operations.
 
 Tests: tests/ops/test_kernel.py
 """
@@ -21,8 +21,8 @@ from typing import Any
 
 from fastgen.config import CONFIG
 
-# How far two results of one computation may lie apart if rounding is all that differs, by dtype: as a part of the
-# largest number; of a score, a log-probability of a token, as a number.
+# The largest difference that rounding alone explains between two results of one computation, by dtype: relative to the
+# largest number; for scores (log-probabilities of tokens) absolute.
 TOLERANCES = {
     "logits": {"float64": 1e-6, "float32": 1e-4, "float16": 0.02, "bfloat16": 0.1},
     "product": {"float32": 1e-4, "float16": 0.002, "bfloat16": 0.01},
@@ -38,10 +38,10 @@ def _all(*arguments: Any) -> bool:
 class Kernel:
     """One implementation of an operation.
 
-    unsupported_reasons: why this machine cannot run it, empty if it can; asked for each choice, so that it has to
-    remember what takes long. run: computes the operation. device: the type of the devices that it is for, empty for
-    all. supports: whether it can and should compute for these arguments. task: what it is for. counted_as: its names in
-    `fastgen.explain().kernels`; empty for a kernel that is not counted.
+    unsupported_reasons: returns why this machine cannot run it, empty if it can; called for each choice, so it must
+    cache slow checks. run: computes the operation. device: the device type that it runs on, empty for all. supports:
+    whether it supports these arguments and is worthwhile for them. task: the work that it does, for reports.
+    counted_as: its names in `fastgen.explain().kernels`; empty for a kernel that is not counted.
     """
 
     name: str
@@ -57,12 +57,12 @@ class Kernel:
 
     @property
     def state(self) -> str:
-        """Why this machine cannot run it, or "usable"."""
+        """Why this machine cannot run the kernel, or "usable"."""
         return "; ".join(self.unsupported_reasons()) or "usable"
 
 
 def first_supported(kernels: Sequence[Kernel], device: str, *arguments: Any) -> Kernel:
-    """Returns the first kernel of a list that can compute for these arguments on a device of this type, or the last."""
+    """Returns the first kernel that supports these arguments on a device of this type, or the last of the list."""
     for kernel in kernels[:-1]:
         if kernel.device == device and not kernel.unsupported_reasons() and kernel.supports(*arguments):
             return kernel
@@ -84,6 +84,6 @@ def triton_reasons() -> list[str]:
 
 
 def tolerance(kind: str, dtype: Any) -> float:
-    """Returns a tolerance. kind: a key of TOLERANCES; a dtype that is not in the table has float32's."""
+    """Returns a tolerance of TOLERANCES. kind: its first key; dtypes that are not in the table get float32's."""
     table = TOLERANCES[kind]
     return table.get(str(dtype).removeprefix("torch."), table["float32"])

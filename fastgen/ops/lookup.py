@@ -1,9 +1,9 @@
-"""A function of single numbers in bf16 or fp16 as the table of its 65,536 results, as many as there are numbers.
+"""Elementwise functions of bf16 or fp16 as a table of their results for all 65,536 numbers of the dtype.
 
-A function that torch makes of several kernels rounds after each of them. The table has these very results, in one pass
-over the tensor: 128 KiB, of which activations of one layer use a few. AMD EPYC (family 25, model 17), 2 threads,
-NewGELUActivation, the library's eight kernels and the table: 2048 × 3072 numbers 32.4 and 3.4 ms, 16 × 3072 numbers 132
-and 28 µs. Where there is no C++, torch reads the table in 0.23 of the time of the eight.
+A function that torch computes with several kernels rounds after each of them. The table holds exactly these results,
+and applies them in one pass. It takes 128 KiB, of which the activations of a layer use a few. AMD EPYC (family 25,
+model 17), 2 threads, NewGELUActivation, the library's eight kernels and the table: 2048 × 3072 numbers 32.4 and 3.4 ms,
+16 × 3072 numbers 132 and 28 µs. Without the C++ kernel, torch reads the table in 0.23 of the time of the eight.
 
 Tests: tests/ops/test_lookup.py
 """
@@ -31,7 +31,7 @@ _ARGUMENTS = (*[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_int32)
 
 
 def table_of(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
-    """The results `[65536]` for all numbers of one of `DTYPES`, in the order of their bits as unsigned integers."""
+    """Returns the results `[65536]` for all numbers of one of `DTYPES`, in the order of their bits as unsigned ints."""
     with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
         return function(torch.arange(1 << 16, device="cpu").to(torch.int16).view(dtype)).contiguous()
 
@@ -46,8 +46,8 @@ def look_up(numbers: Tensor, table: Tensor) -> Tensor:
 
 
 def call_into(results: Tensor, numbers: Tensor, table: Tensor) -> functools.partial[None]:
-    """Returns a call that writes `table[numbers]` where results are; numbers and results contiguous, of one shape."""
-    function = x86.function("lookup", torch.float32, _ARGUMENTS)  # of any 16 bits
+    """Returns a call that writes `table[numbers]` into `results`; both are contiguous and of one shape."""
+    function = x86.function("lookup", torch.float32, _ARGUMENTS)  # for any type of 16 bits
     threads = x86.threads_for(numbers.numel(), MIN_ELEMENTS_OF_THREAD)
     addresses = numbers.data_ptr(), table.data_ptr(), results.data_ptr()
     return functools.partial(function, *addresses, numbers.numel(), threads)

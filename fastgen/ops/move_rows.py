@@ -1,8 +1,8 @@
-"""Rows of keys and values change places where they are, on a CPU: `csrc/move_rows.cpp`.
+"""Reorders rows of keys and values in place on a CPU: `csrc/move_rows.cpp`.
 
-Only rows that change move, and only the positions that are filled. AMD EPYC (family 25, model 17), 2 threads, 12 layers
-of 12 heads of 64, keys and values, ms, layer by layer with torch and this one: 16 rows, 16 positions in
-bf16 1.9, 0.3; 4 rows, 31 positions in fp32 1.2, 0.3; 128 rows, 63 positions in fp32 67, 43.
+Only rows that change are copied, and only filled positions. AMD EPYC (family 25, model 17), 2 threads, 12 layers of 12
+heads of 64, keys and values, ms, layer by layer with torch and with this kernel: 16 rows, 16 positions in bf16 1.9,
+0.3; 4 rows, 31 positions in fp32 1.2, 0.3; 128 rows, 63 positions in fp32 67, 43.
 
 Tests: tests/ops/test_move_rows.py
 """
@@ -24,15 +24,15 @@ _ARGUMENTS = (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 4, ctypes.c_int32)
 
 
 def move_rows(buffers: Sequence[Tensor], beam_idx: Tensor) -> None:
-    """Row i of each buffer `[layers, rows, heads, length, width]` becomes what row `beam_idx[i]` (`[rows]`, ints) was.
+    """Overwrites row i of each buffer `[layers, rows, heads, length, width]` with its row `beam_idx[i]`.
 
-    Raises IndexError where a number in beam_idx is not that of a row.
+    beam_idx: `[rows]`, integers. Raises IndexError if one of them is not the index of a row.
     """
     first_supported(KERNELS, buffers[0].device.type, buffers).run(buffers, beam_idx)
 
 
 def can_move(buffers: Sequence[Tensor]) -> bool:
-    """Whether the kernel can read these buffers, and nobody notes what is called."""
+    """Whether the kernel supports the strides of these buffers, and no dispatch mode records calls."""
     for states in buffers:
         if not states.is_cpu or states.stride(4) != 1 or states.stride(3) != states.shape[4]:
             return False
@@ -42,12 +42,11 @@ def can_move(buffers: Sequence[Tensor]) -> bool:
 def _move(buffers: Sequence[Tensor], beam_idx: Tensor) -> None:
     source, count = beam_idx.to("cpu", torch.int64).contiguous(), buffers[0].shape[1]
     if source.shape != (count,) or not bool(((source >= 0) & (source < count)).all()):
-        raise IndexError(f"beam_idx is {beam_idx.tolist()}, of {count} rows")
-    function = x86.function("move_rows", torch.float32, _ARGUMENTS)  # of any type
+        raise IndexError(f"beam_idx is {beam_idx.tolist()} (accepted: {count} integers from 0 to {count - 1})")
+    function = x86.function("move_rows", torch.float32, _ARGUMENTS)  # for any type
     for states in buffers:
         (layers, rows, heads, length, width), size = states.shape, states.itemsize
-        of_layer, of_row, of_head, *_ = states.stride()
-        strides = (ctypes.c_int64 * 3)(of_layer * size, of_row * size, of_head * size)
+        strides = (ctypes.c_int64 * 3)(*(stride * size for stride in states.stride()[:3]))
         threads = x86.threads_for(states.nbytes, MIN_BYTES_OF_THREAD)
         function(states.data_ptr(), source.data_ptr(), strides, layers, rows, heads, length * width * size, threads)
 

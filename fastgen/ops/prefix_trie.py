@@ -1,8 +1,8 @@
-"""The outputs of a closed set, by their first tokens: constrained decoding, as in "Autoregressive Entity Retrieval".
+"""A trie of allowed outputs for constrained decoding, as in "Autoregressive Entity Retrieval".
 
-A trie is one sorted array. Nodes are numbered level by level from the root, 0; the edge from `node` with `token` has
+The trie is one sorted array. Nodes are numbered level by level from the root, 0. The edge from `node` with `token` has
 the key `node * width + token`, where all tokens are below `width`, and edge e leads to node e + 1. So the tokens that
-may follow a node are a slice of the array, and a binary search finds it: for all rows at once, from what they hold,
+may follow a node are a slice of the array. A binary search finds it for all rows together, from the rows' tokens alone,
 with no state between steps.
 
 Tests: tests/ops/test_prefix_trie.py
@@ -25,35 +25,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# A saved trie: these bytes, in 8 bytes the CRC-32 of all that follows, and the array in the machine's byte order.
+# A saved trie: these bytes, the CRC-32 of the array in 8 bytes, and the array in the machine's byte order.
 MAGIC = b"fgtrie02"
 HEAD = 16
 # The array begins with the width and the number of edges.
 FIRST_KEY = 2
 
-# Tokens have 31 bits, so that a key of any trie that fits into memory has fewer than 63.
+# Tokens have 31 bits, so that the keys of any trie that fits into memory have fewer than 63.
 LIMIT = 2**31
 
 Paths = str | os.PathLike[str]
 
 
 class PrefixTrie:
-    """The tokens that may follow a prefix, as transformers' `prefix_allowed_tokens_fn`.
+    """Allows the tokens that may follow a prefix; pass it to `generate` as transformers' `prefix_allowed_tokens_fn`.
 
-    With `trie.after(n)` the first n tokens of each row are ignored: the prompt of a causal model with its padding, the
-    start token of a decoder (n 1). Without it all rows have to begin as outputs do, or calls raise ValueError. Threads
+    `trie.after(n)` ignores the first n tokens of each row: the prompt of a causal model with its padding, or the start
+    token of a decoder (n = 1). Without it, each row must begin as an output does, or calls raise ValueError. Threads
     and calls can share one trie.
     """
 
     def __init__(self, sequences: Iterable[Iterable[int]] | np.ndarray | Tensor, at_dead_ends: Iterable[int] = ()):
-        """sequences: tokens of each output, of any lengths; or an array or tensor of integers, one output a row.
+        """Builds the trie of some outputs.
 
-        Outputs may come twice, and one may begin with another. End tokens are tokens like any other: put them where
-        outputs end. at_dead_ends: the tokens allowed where nothing follows, because an output is complete, or the row
-        is none of them. Without any nothing is allowed there, and transformers raises ValueError. Its beam search goes
-        on with complete outputs, too, so that outputs of different lengths need the end token here.
+        sequences: the tokens of each output, of any lengths; or an array or tensor of integers, one output per row.
+        Outputs may occur twice, and one may be a prefix of another. End tokens are tokens like any other: add them
+        where outputs end. at_dead_ends: the tokens allowed where nothing follows, because an output is complete or the
+        row is not in the trie. By default nothing is allowed there, and transformers raises ValueError. Its beam search
+        continues complete outputs, too, so outputs of different lengths need the end token here.
 
-        Raises ValueError where there are no tokens, and for what is no token: negative, not an integer, above 2^31 - 1.
+        Raises ValueError if there are no tokens, or one is negative, not an integer or above 2^31 - 1.
         """
         tokens, lengths = _flat(sequences)
         try:
@@ -68,20 +69,20 @@ class PrefixTrie:
 
     @classmethod
     def from_file(cls, path: Paths, at_dead_ends: Iterable[int] = ()) -> PrefixTrie:
-        """Reads a text with the tokens of an output on each line, divided by spaces, or a saved array (`.npy`)."""
+        """Reads a text file with the tokens of one output per line, separated by spaces, or a saved array (`.npy`)."""
         path = Path(path)
         return cls(np.load(path) if path.suffix == ".npy" else _lines(path), at_dead_ends)
 
     def save(self, path: Paths) -> None:
-        """Writes the trie for `load`. The file appears under its name whole or not at all.
+        """Writes the trie for `load`. The file appears under its name complete or not at all.
 
-        Processes that have mapped the one that it replaces go on with that.
+        Processes that have mapped a previous file of that name continue to use that one.
         """
         path = Path(os.path.realpath(path))
         if path.exists() and not path.is_file():
             raise ValueError(f"{path}: no regular file (supported: the path of a file)")
         data = np.ascontiguousarray(self._array)
-        new = path.with_name(f".{secrets.token_hex(8)}.new")  # short: the name may be as long as names can be
+        new = path.with_name(f".{secrets.token_hex(8)}.new")  # short, because `path.name` may have the greatest length
         try:
             with open(new, "xb") as file:
                 if path.exists():
@@ -97,14 +98,14 @@ class PrefixTrie:
 
     @classmethod
     def load(cls, path: Paths) -> PrefixTrie:
-        """Maps what was saved: it is read from the file where it is looked at; processes share the memory.
+        """Maps a saved trie into memory: pages are read when they are needed, and processes share them.
 
-        Raises ValueError for a file of another kind or version, and where contents and checksum differ.
+        Raises ValueError for a file of another kind or version, and if contents and checksum differ.
         """
         path, supported = Path(path), "(supported: a file that PrefixTrie.save of this version has written)"
         if path.exists() and not path.is_file():
             raise ValueError(f"{path}: no regular file {supported}")
-        # Pages are copied where they are written, which nobody does: torch takes no arrays that are read-only.
+        # Copy-on-write, although nothing writes: torch does not accept read-only arrays.
         data = np.memmap(path, np.uint8, mode="c") if path.stat().st_size > HEAD + FIRST_KEY * 8 else None
         if data is None or data[: len(MAGIC)].tobytes() != MAGIC:
             raise ValueError(f"{path}: no saved trie {supported}")
@@ -115,7 +116,7 @@ class PrefixTrie:
         return trie
 
     def _set(self, array: np.ndarray) -> None:
-        """array: the width, the number of edges, their keys, the tokens at dead ends; int64."""
+        """Sets the attributes from an int64 array: width, number of edges, their keys, the tokens at dead ends."""
         self.ignored = 0
         self._array = array
         self._width, self._edges = int(array[0]), int(array[1])
@@ -129,17 +130,17 @@ class PrefixTrie:
 
     @property
     def at_dead_ends(self) -> list[int]:
-        """The tokens that are allowed where nothing follows, sorted."""
+        """The tokens allowed where nothing follows, sorted."""
         tokens: list[int] = self._array[FIRST_KEY + self._edges :].tolist()
         return tokens
 
     @property
     def largest_token(self) -> int:
-        """Returns the largest token that may be allowed."""
+        """The largest token that may be allowed."""
         return self._width - 1
 
     def after(self, ignored: int) -> PrefixTrie:
-        """The same outputs, where each row has so many tokens in front of them."""
+        """Returns a trie of the same outputs that ignores the first `ignored` tokens of each row."""
         if not isinstance(ignored, int) or ignored < 0:
             raise ValueError(f"ignored is {ignored!r} (supported: an integer, 0 or more)")
         trie = type(self).__new__(type(self))
@@ -147,14 +148,14 @@ class PrefixTrie:
         return trie
 
     def __call__(self, batch_id: int, input_ids: Tensor) -> list[int]:
-        """The tokens that may follow input_ids `[length]`, sorted; what transformers calls for each row."""
+        """Returns the tokens that may follow input_ids `[length]`, sorted; transformers calls this for each row."""
         tokens: list[int] = self.allowed_sync(torch.as_tensor(input_ids).view(1, -1))[1].tolist()
         return tokens
 
     def allowed_sync(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens that may follow each row of input_ids `[rows, length]`, int64, and before them their rows.
+        """Returns rows and tokens, both int64 `[count]`: the tokens that may follow each row of input_ids.
 
-        Both `[count]`, sorted by row, then by token. Rows that nothing is allowed to follow do not occur.
+        input_ids: `[rows, length]`. The result is sorted by row, then by token, and omits rows that allow no token.
         """
         table = self._table(input_ids.device)
         keys = table[: self._edges]
@@ -170,14 +171,14 @@ class PrefixTrie:
         return rows, table[first[rows] + torch.arange(len(rows), device=table.device) - before] % self._width
 
     def _nodes(self, input_ids: Tensor, keys: Tensor) -> Tensor:
-        """The node that each row has come to, `[rows]`; -1, which has no children, where the trie has no such path."""
+        """Returns the node that each row has reached, `[rows]`; -1, which has no children, for rows not in the trie."""
         nodes = torch.zeros(input_ids.shape[0], dtype=torch.int64, device=keys.device)
         for tokens in input_ids[:, self.ignored :].unbind(1):
             wanted = nodes * self._width + tokens
             edges = torch.searchsorted(keys, wanted).clamp_(max=self._edges - 1)
-            # A token that is none, or a row without a node, could make the key of another edge.
-            found = (keys[edges] == wanted) & (nodes >= 0) & (tokens >= 0) & (tokens < self._width)
-            nodes = torch.where(found, edges + 1, -1)
+            # An invalid token, or a row without a node, could make the key of another edge.
+            has_edge = (keys[edges] == wanted) & (nodes >= 0) & (tokens >= 0) & (tokens < self._width)
+            nodes = torch.where(has_edge, edges + 1, -1)
         return nodes
 
     def _check_beginnings_sync(self, input_ids: Tensor, keys: Tensor) -> None:
@@ -193,7 +194,7 @@ class PrefixTrie:
             )
 
     def _table(self, device: torch.device) -> Tensor:
-        """Keys, and after them the tokens at dead ends; on a CPU the array itself, elsewhere a copy that is kept."""
+        """Returns the keys, followed by the tokens at dead ends: the array itself on a CPU, a cached copy elsewhere."""
         if device not in self._on_devices:
             self._on_devices[device] = torch.from_numpy(np.asarray(self._array[FIRST_KEY:])).to(device)
         return self._on_devices[device]
@@ -207,13 +208,13 @@ def _checksum(array: np.ndarray) -> bytes:
 
 
 def _keys(tokens: np.ndarray, lengths: np.ndarray, width: int) -> np.ndarray:
-    """The sorted keys of all edges. tokens: of all sequences, one after the other; lengths: of each."""
+    """Returns the sorted keys of all edges. tokens: all sequences, concatenated; lengths: the length of each."""
     starts = np.cumsum(lengths) - lengths
-    nodes = np.zeros_like(starts)  # that each sequence has come to
+    nodes = np.zeros_like(starts)  # the node that each sequence has reached
     levels, edges = [], 0
     for depth in range(int(lengths.max())):
-        goes_on = lengths > depth
-        starts, lengths, nodes = starts[goes_on], lengths[goes_on], nodes[goes_on]
+        is_longer = lengths > depth
+        starts, lengths, nodes = starts[is_longer], lengths[is_longer], nodes[is_longer]
         keys, places = np.unique(nodes * width + tokens[starts + depth], return_inverse=True)
         nodes = edges + 1 + places
         levels.append(keys)
@@ -222,7 +223,7 @@ def _keys(tokens: np.ndarray, lengths: np.ndarray, width: int) -> np.ndarray:
 
 
 def _flat(sequences: Iterable[Iterable[int]] | np.ndarray | Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of all sequences, one after the other, and the length of each; both int64."""
+    """Returns the tokens of all sequences, concatenated, and the length of each; both int64."""
     if isinstance(sequences, Tensor):
         sequences = sequences.numpy(force=True)
     if isinstance(sequences, np.ndarray):
@@ -230,36 +231,36 @@ def _flat(sequences: Iterable[Iterable[int]] | np.ndarray | Tensor) -> tuple[np.
             raise ValueError(f"sequences: an array of shape {sequences.shape} (supported: [outputs, length])")
         return _checked(sequences.reshape(-1), "sequences"), np.full(len(sequences), sequences.shape[1], np.int64)
     try:
-        given: list[Any] = [sequence if hasattr(sequence, "__len__") else list(sequence) for sequence in sequences]
-        tokens = list(chain.from_iterable(given))
+        lists: list[Any] = [sequence if hasattr(sequence, "__len__") else list(sequence) for sequence in sequences]
+        tokens = list(chain.from_iterable(lists))
     except TypeError as error:
         raise ValueError(f"sequences: {error} (supported: an iterable of iterables of tokens)") from error
-    return _checked(tokens, "sequences"), np.array([len(sequence) for sequence in given])
+    return _checked(tokens, "sequences"), np.array([len(sequence) for sequence in lists])
 
 
 def _checked(tokens: list[int] | np.ndarray, name: str) -> np.ndarray:
-    """Returns these tokens as int64; raises ValueError if one is none."""
+    """Returns these tokens as int64. Raises ValueError if one is not a token."""
     if not len(tokens):
         return np.zeros(0, np.int64)
     supported = f"(supported: integers from 0 to {LIMIT - 1})"
     try:
-        found = np.asarray(tokens)
+        array = np.asarray(tokens)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name}: {error} {supported}") from error
-    if found.dtype.kind not in "iu" or found.ndim != 1:
-        raise ValueError(f"{name}: of type {found.dtype}, for example {tokens[0]!r} {supported}")
-    if (worst := int(found.min())) < 0 or (worst := int(found.max())) >= LIMIT:
+    if array.dtype.kind not in "iu" or array.ndim != 1:
+        raise ValueError(f"{name}: of type {array.dtype}, for example {tokens[0]!r} {supported}")
+    if (worst := int(array.min())) < 0 or (worst := int(array.max())) >= LIMIT:
         raise ValueError(f"{name}: token {worst} {supported}")
-    return found.astype(np.int64)
+    return array.astype(np.int64)
 
 
 def _lines(path: Path) -> list[np.ndarray]:
-    """The tokens of each line."""
+    """Returns the tokens of each line."""
     sequences = []
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             try:
                 sequences.append([*map(int, line.split())])
             except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error} (supported: tokens divided by spaces)") from error
+                raise ValueError(f"{path}, line {number}: {error} (supported: tokens separated by spaces)") from error
     return sequences

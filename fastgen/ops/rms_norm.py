@@ -1,11 +1,11 @@
-"""RMS norm as one kernel on a CPU, in place of the six of which models of T5's and Llama's kind make it; eight in bf16.
+"""RMS norm as one kernel on a CPU. Models like T5 and Llama compute it with six kernels, in bf16 with eight:
 
     x ─ (to fp32) ─ pow 2 ─ mean ─ add ε ─ rsqrt ─┐
     └─ (to fp32) ──────────────────────────── mul ┴─ (to bf16) ─ mul weight
 
-`fused` looks for these among the calls of a decode step. Nothing else may use what lies between. The numbers are the
-same but for the order of the sum. AMD EPYC (family 25, model 17), 2 threads, 32 rows of 768 in fp32, µs, the six
-kernels and this one: within a step of T5-base 123, 9; one after the other 20, 6.
+`fused` finds these among the calls of a decode step, if nothing else uses the intermediate results. Only the order of
+the sum differs. AMD EPYC (family 25, model 17), 2 threads, 32 rows of 768 in fp32, µs, the six kernels and this one:
+within a step of T5-base 123, 9; in a loop 20, 6.
 
 Tests: tests/ops/test_rms_norm.py
 """
@@ -32,10 +32,10 @@ _ARGUMENTS = (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2, ctypes.c_float, cty
 
 
 def call_into(output: Tensor, rows: Tensor, weight: Tensor, epsilon: float) -> partial[None]:
-    """Returns a call that computes `weight * (rows / sqrt(mean(rows ** 2) + epsilon))` where the output is.
+    """Returns a call that writes `weight * (rows / sqrt(mean(rows ** 2) + epsilon))` into `output`.
 
     rows and output `[…, width]`, weight `[width]`, all contiguous and of one of `x86.DTYPES`, on a CPU; the weight may
-    move between two replays, not change.
+    move between two replays, but not change.
     """
     function = x86.function("rms_norm", rows.dtype, _ARGUMENTS)
     count, width = rows.numel() // rows.shape[-1], rows.shape[-1]
@@ -63,57 +63,57 @@ _LIBRARY.impl("rms_norm", _rms_norm, "CPU")
 
 
 def fused(calls: list[TracedCall], output: Any) -> list[TracedCall]:
-    """The same calls with one in place of those of each norm; output: what the function that made them returns."""
+    """Returns the calls with each norm replaced by one call; output: the return value of the recorded function."""
     if first_supported(KERNELS, "cpu") is KERNELS[-1]:
         return calls
     numbered = [(number, call) for number, call in enumerate(calls) if not call.returns_argument]
-    made_by = {id(tensor): number for number, call in numbered for tensor in call.made}
+    producer_of = {id(tensor): number for number, call in numbered for tensor in call.outputs}
     uses = uses_of(calls, output)
-    found: dict[int, TracedCall] = {}
+    norms: dict[int, TracedCall] = {}
     replaced: set[int] = set()
     for number, call in enumerate(calls):
-        match = _norm_that_ends_with(number, calls, made_by, uses)
+        match = _norm_that_ends_with(number, calls, producer_of, uses)
         if match is not None:
             rows, weight, epsilon, parts = match
             operation, arguments = torch.ops.fastgen.rms_norm.default, (rows, weight, epsilon)
-            found[number] = TracedCall(operation, arguments, {}, call.result, [rows, weight], call.made)
+            norms[number] = TracedCall(operation, arguments, {}, call.result, [rows, weight], call.outputs)
             replaced |= parts
-    return [found.get(number, call) for number, call in enumerate(calls) if number not in replaced]
+    return [norms.get(number, call) for number, call in enumerate(calls) if number not in replaced]
 
 
 def _norm_that_ends_with(
-    number: int, calls: list[TracedCall], made_by: dict[int, int], uses: Counter[int]
+    number: int, calls: list[TracedCall], producer_of: dict[int, int], uses: Counter[int]
 ) -> tuple[Tensor, Tensor, float, set[int]] | None:
-    """Rows, weight and epsilon of the norm whose last call this is, and its other calls; None if it is not one."""
+    """Returns rows, weight and epsilon of the norm that ends with this call, and its other calls; None if none does."""
 
-    def maker(tensor: Any, *operations: torch._ops.OpOverload) -> tuple[int, tuple[Any, ...]]:
-        """The call of one of these operations that made a tensor, and its arguments; -1 if there is none."""
-        place = made_by.get(id(tensor), -1)
+    def producer(tensor: Any, *operations: torch._ops.OpOverload) -> tuple[int, tuple[Any, ...]]:
+        """Returns the call of one of these operations that computed a tensor, and its arguments; -1 if none did."""
+        place = producer_of.get(id(tensor), -1)
         return (place, calls[place].args) if place >= 0 and calls[place].operation in operations else (-1, (None,) * 4)
 
     aten, last = torch.ops.aten, calls[number]
     if last.operation is not aten.mul.Tensor or len(last.read) != 2:
         return None
-    conversions = () if last.made[0].dtype == torch.float32 else (aten.to.dtype, aten._to_copy.default)
+    conversions = () if last.outputs[0].dtype == torch.float32 else (aten.to.dtype, aten._to_copy.default)
     for scaled, weight in (last.read, last.read[::-1]):
-        narrowing, (wide, *_) = maker(scaled, *conversions)
-        scaling, factors = maker(scaled if narrowing < 0 else wide, aten.mul.Tensor)
+        narrowing, (wide, *_) = producer(scaled, *conversions)
+        scaling, factors = producer(scaled if narrowing < 0 else wide, aten.mul.Tensor)
         for factor, inverse in (factors[:2], factors[1::-1]) if scaling >= 0 else ():
-            root, (of_root, *_) = maker(inverse, aten.rsqrt.default)
-            adding, (of_sum, epsilon, *_) = maker(of_root, aten.add.Tensor)
-            averaging, (of_mean, *dims) = maker(of_sum, aten.mean.dim)
-            squaring, (squared, exponent, *_) = maker(of_mean, aten.pow.Tensor_Scalar)
+            root, (radicand, *_) = producer(inverse, aten.rsqrt.default)
+            adding, (mean, epsilon, *_) = producer(radicand, aten.add.Tensor)
+            averaging, (squares, *dims) = producer(mean, aten.mean.dim)
+            squaring, (squared, exponent, *_) = producer(squares, aten.pow.Tensor_Scalar)
             if squaring < 0 or exponent != 2 or dims != [[-1], True] or type(epsilon) is not float:
                 continue
-            if squared.dtype != torch.float32:  # what is rounded in between has other numbers
+            if squared.dtype != torch.float32:  # the model rounds in between, the kernel does not
                 continue
-            sources = [maker(one, *conversions) for one in (factor, squared)]
-            rows, other = (one if place < 0 else of[0] for one, (place, of) in zip((factor, squared), sources))
+            sources = [producer(tensor, *conversions) for tensor in (factor, squared)]
+            rows, other = (x if place < 0 else args[0] for x, (place, args) in zip((factor, squared), sources))
             parts = {narrowing, scaling, root, adding, averaging, squaring, *(place for place, _ in sources)} - {-1}
             inside = Counter(id(tensor) for part in (*parts, number) for tensor in calls[part].read)
-            is_alone = all(inside[id(tensor)] == uses[id(tensor)] for part in parts for tensor in calls[part].made)
+            is_alone = all(inside[id(tensor)] == uses[id(tensor)] for part in parts for tensor in calls[part].outputs)
             is_written = any(call.writes for call in calls[min(parts) : number])
-            if rows is other and is_alone and not is_written and _fit(rows, weight, last.made[0]):
+            if rows is other and is_alone and not is_written and _fit(rows, weight, last.outputs[0]):
                 return rows, weight, epsilon, parts
     return None
 
@@ -124,5 +124,5 @@ def _fit(rows: Tensor, weight: Tensor, output: Tensor) -> bool:
     return (
         shapes_fit
         and dtype in x86.DTYPES
-        and all(one.is_cpu and one.dtype == dtype and one.is_contiguous() for one in tensors)
+        and all(tensor.is_cpu and tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors)
     )

@@ -1,10 +1,10 @@
 """Attention of many rows to keys and values in segments, each stored once for the rows that have it in common.
 
 A segment is a tensor `[copies, kv_heads, length, head_dim]`; copy `c` belongs to the `rows // copies` rows from
-`c * rows // copies` on. So a prefix of all rows has one copy, the prompt of an input one for its beams or samples, and
-what a row has generated one for itself. The queries of these rows, together with the query heads that share a key head,
-are folded into the query length of one product with the copy (FastSeq §4.1, MultiGen §3.3, grouped heads as in "Fast
-Transformer Decoding"); all segments meet in one softmax (FastSeq eq. 3).
+`c * rows // copies` on. So a common prefix has one copy, a prompt one copy for its beams or samples, and generated
+tokens one copy per row. The queries of a copy's rows, together with the query heads that share a key head, are folded
+into the query length of one product with the copy (FastSeq §4.1, MultiGen §3.3, grouped heads as in "Fast Transformer
+Decoding"); all segments share one softmax (FastSeq eq. 3).
 
 Tests: tests/ops/test_shared_attention.py
 """
@@ -30,11 +30,11 @@ logger = logging.getLogger("fastgen")
 
 FEW_QUERIES = 8
 MANY_KEYS = 256
-MOST_SCORES = 1 << 24  # at once; 64 MB in fp32
+MOST_SCORES = 1 << 24  # computed together; 64 MB in fp32
 
 
 def fold(rows: Tensor, rows_per_copy: int, kv_heads: int) -> Tensor:
-    """`[B*M, H, L, X]` to `[B, H_kv, M*G*L, X]`, where `H = H_kv * G` and `M = rows_per_copy`."""
+    """Folds `[B*M, H, L, X]` to `[B, H_kv, M*G*L, X]`, where `H = H_kv * G` and `M = rows_per_copy`."""
     row_count, heads, length, width = rows.shape
     copies, groups = row_count // rows_per_copy, heads // kv_heads
     if rows_per_copy == 1:
@@ -44,7 +44,7 @@ def fold(rows: Tensor, rows_per_copy: int, kv_heads: int) -> Tensor:
 
 
 def unfold(folded: Tensor, rows_per_copy: int, heads: int) -> Tensor:
-    """`[B, H_kv, M*G*L, X]` back to `[B*M, H, L, X]`, the inverse of `fold`."""
+    """Unfolds `[B, H_kv, M*G*L, X]` to `[B*M, H, L, X]`, the inverse of `fold`."""
     copies, kv_heads, _, width = folded.shape
     if rows_per_copy == 1:
         return folded.reshape(copies, heads, -1, width)
@@ -53,7 +53,7 @@ def unfold(folded: Tensor, rows_per_copy: int, heads: int) -> Tensor:
 
 
 def fold_mask(mask: Tensor, rows_per_copy: int, kv_heads: int, heads: int, length: int) -> Tensor:
-    """A mask that broadcasts to `[B*M, H, L, S]`, made to broadcast to the folded scores `[B, H_kv, M*G*L, S]`."""
+    """Folds a mask that broadcasts to `[B*M, H, L, S]`: the result broadcasts to scores `[B, H_kv, M*G*L, S]`."""
     if mask.dim() < 4:
         mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     rows, mask_heads, mask_length, width = mask.shape
@@ -70,7 +70,7 @@ def fold_mask(mask: Tensor, rows_per_copy: int, kv_heads: int, heads: int, lengt
 
 
 def query_key_scores(query: Tensor, keys: Sequence[Tensor]) -> Tensor:
-    """Products of each query with the keys of its row, not scaled.
+    """Returns the products of each query with the keys of its row, not scaled.
 
     query `[rows, H, L, D]`, keys: segments `[copies, H_kv, N, D]`; result `[rows, H, L, sum of N]`.
     """
@@ -84,7 +84,7 @@ def query_key_scores(query: Tensor, keys: Sequence[Tensor]) -> Tensor:
 
 
 def _products(queries: Tensor, keys: Tensor) -> Tensor:
-    """`queries @ keys.T`; `[B, H, L, D]` and `[B, H, N, D]` to `[B, H, L, N]`."""
+    """Computes `queries @ keys.T`: `[B, H, L, D]` and `[B, H, N, D]` to `[B, H, L, N]`."""
     if _is_skinny(queries, keys):
         products = torch.bmm(keys.flatten(0, 1), queries.flatten(0, 1).transpose(1, 2))  # [B*H, N, L]
         return products.transpose(1, 2).unflatten(0, queries.shape[:2])
@@ -95,14 +95,14 @@ def _is_skinny(queries: Tensor, keys: Tensor) -> bool:
     """Whether few queries meet many keys in fp32 on a CPU, where BLAS repacks the keys and flash attention is slow.
 
     5 queries, 48 heads, 1500 keys, one thread: 10.7 ms in `scaled_dot_product_attention`, 7.2 ms in two products, of
-    which the first takes 2.5 instead of 4.4 ms with its operands swapped. From 64 queries on all are equal.
+    which the first takes 2.5 instead of 4.4 ms with its operands swapped. From 64 queries on, all take the same time.
     """
     few = queries.shape[-2] <= FEW_QUERIES and keys.shape[-2] >= MANY_KEYS
     return bool(few and queries.device.type == "cpu" and queries.dtype == torch.float32)
 
 
 def weighted_values(weights: Tensor, values: Sequence[Tensor]) -> Tensor:
-    """Sums of the values of each row, weighted.
+    """Returns the weighted sums of the values of each row.
 
     weights `[rows, H, L, sum of N]`, values: segments `[copies, H_kv, N, D]`; result `[rows, H, L, D]`.
     """
@@ -124,13 +124,13 @@ def shared_attention(
     scale: float | None = None,
     bounds: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """What `scaled_dot_product_attention` returns for keys and values in segments.
+    """Returns what `scaled_dot_product_attention` returns, for keys and values in segments.
 
-    query `[rows, H, L, D]`; keys and values: one segment `[copies, H_kv, N, D]` or more, of the same copies and lengths
-    each; attn_mask boolean or additive, broadcasting to `[rows, H, L, sum of N]`; scale defaults to `D ** -0.5`. Result
-    `[rows, H, L, D]`; zeros where all scores are -inf, by the mask or not, as in torch from 2.5 on, and where torch
-    takes NaN for hidden. bounds: (first, last), int64 `[1]` on the device: the mask hides keys of the first segment
-    before `first` and of the last segment after `last`; kernels may skip them.
+    query: `[rows, H, L, D]`. keys, values: one or more segments `[copies, H_kv, N, D]`, with the same copies and
+    lengths. attn_mask: boolean or additive, broadcasting to `[rows, H, L, sum of N]`. scale: defaults to `D ** -0.5`.
+    bounds: (first, last), int64 `[1]` on the device: the mask hides keys of the first segment before `first` and of the
+    last segment after `last`, and kernels may skip them. Result: `[rows, H, L, D]`; zeros for queries whose scores are
+    all -inf, with or without a mask, as in torch from 2.5 on, and where torch treats NaN as hidden.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     kernel = first_supported(KERNELS, query.device.type, query, keys, values, attn_mask)
@@ -148,7 +148,7 @@ def _attend_in_triton(query: Tensor, *others: Any, bounds: tuple[Tensor, Tensor]
 
 @functools.cache
 def _triton_attention(device: torch.device) -> Any:
-    """Returns the module of kernels in Triton, or None where it is missing, cannot compile, or gives other results.
+    """Returns the module of kernels in Triton, or None if it is missing, cannot compile, or gives other results.
 
     The first call on a device must not be captured in a graph.
     """
@@ -163,14 +163,14 @@ def _triton_attention(device: torch.device) -> Any:
 
 
 def _are_right(kernels: Any, device: torch.device) -> bool:
-    """Whether these kernels give what torch's products give for a small case, without random numbers."""
+    """Whether these kernels agree with torch's products in a small case, without random numbers."""
     with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
         sizes = (4, 4, 1, 32), (2, 2, 40, 32), (4, 2, 7, 32)
         query, *segments = (torch.arange(math.prod(size), device=device).sin().half().view(size) for size in sizes)
         exact = [segment.float() for segment in segments]
         expected = attention_by_products(query.float(), exact, exact, None, 0.2)
-        found = kernels.attention(query, segments, segments, None, 0.2).float()
-    return bool(torch.allclose(found, expected, atol=0.01, rtol=0.01))
+        output = kernels.attention(query, segments, segments, None, 0.2).float()
+    return bool(torch.allclose(output, expected, atol=0.01, rtol=0.01))
 
 
 def attention_by_products(
@@ -188,8 +188,8 @@ def attention_by_products(
         masks = [attn_mask] * len(parts)
         if attn_mask is not None and attn_mask.shape[-2:-1] == (length,):
             masks = attn_mask.split(most, dim=-2)
-        found = (attention_by_products(part, keys, values, mask, scale) for part, mask in zip(parts, masks))
-        return torch.cat(tuple(found), dim=2)
+        outputs = (attention_by_products(part, keys, values, mask, scale) for part, mask in zip(parts, masks))
+        return torch.cat(tuple(outputs), dim=2)
     copies, kv_heads = keys[0].shape[:2]
     if len(keys) > 1:
         scores = query_key_scores(query * scale, keys)
@@ -209,18 +209,19 @@ def attention_by_products(
 
 
 def _most_queries(query: Tensor, keys: Sequence[Tensor]) -> int:
-    """Returns for how many queries of each row `MOST_SCORES` suffice, as of a long prompt after a common prefix."""
-    of_one_query = query.shape[0] * query.shape[1] * sum(segment.shape[2] for segment in keys)
-    return max(MOST_SCORES // int(of_one_query), 1)
+    """Returns the number of queries per row whose scores fit into `MOST_SCORES`: for a long prompt after a prefix."""
+    scores_per_query = query.shape[0] * query.shape[1] * sum(segment.shape[2] for segment in keys)
+    return max(MOST_SCORES // int(scores_per_query), 1)
 
 
 def _softmax(
     scores: Tensor, attn_mask: Tensor | None, dtype: torch.dtype, one_width: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Weights from scores `[…, L, S]`, which it overwrites; and which queries see nothing, `[…, L, 1]`.
+    """Returns weights for scores `[…, L, S]`, which it overwrites, and which queries see nothing, `[…, L, 1]`, or None.
 
-    None for the latter where their weights are 0, which gives NaN for values of NaN as in torch: of few keys. Of many
-    that takes as long as the softmax. `one_width`: whether heads of keys and values have one width.
+    None means that the weights of such queries are already 0, which gives NaN for values of NaN as in torch. That is
+    done for few keys; for many it would take as long as the softmax. one_width: whether heads of keys and values have
+    the same width.
     """
     if attn_mask is None and one_width and _hides_nan(scores):
         hidden = ~(scores > float("-inf")).any(dim=-1, keepdim=True)
@@ -233,10 +234,10 @@ def _softmax(
 
 
 def _hides_nan(scores: Tensor) -> bool:
-    """Whether torch's own attention takes rows of scores `[…, S]` without a number for hidden ones: it gives zeros.
+    """Whether torch's own attention treats rows of scores `[…, S]` that are all NaN as hidden, and returns zeros.
 
-    Its flash attention does: on a CPU, for keys and values of one width, without a mask, for fewer keys than a vector
-    of the machine has numbers. There the largest score is found with comparisons, which are false for NaN.
+    Its flash attention does so on a CPU, for keys and values of one width, without a mask, for fewer keys than a vector
+    register holds: it finds the largest score with comparisons, which are false for NaN.
     """
     few = scores.device.type == "cpu" and scores.shape[-1] < few_queries.MIN_KEYS_WITHOUT_MASK
     return few and _gives_zeros_for_nan(scores.shape[-1], scores.dtype, torch.backends.cuda.flash_sdp_enabled())

@@ -1,11 +1,11 @@
 """Attention of decode steps to keys and values in segments on a GPU, in Triton.
 
-One kernel for each segment, and one that merges. A program folds the queries of all rows and heads that share a key
-head of one copy into a tile of a tensor-core product (FastSeq §4.1, Hydragen), and adds up a chunk of the segment's
-length (split-KV, as in Flash-Decoding); scores and sums are fp32. Padding and spare room of a static cache are not read
-where `bounds` tells on the device what a step sees.
+One kernel launch for each segment, and one that merges. A program folds the queries of all rows and heads that share a
+key head of one copy into a tile of a tensor-core product (FastSeq §4.1, Hydragen), and sums over a chunk of the
+segment's length (split-KV, as in Flash-Decoding); scores and sums are fp32. With `bounds`, which says on the device
+what a step sees, padding and spare capacity of a static cache are not read.
 
-docs/gpu-checks.md has its times beside those of torch's products and stock's attention.
+docs/gpu-checks.md compares its times with torch's products and stock attention.
 
 Tests: tests/ops/test_triton_attention.py, tests/gpu/test_triton_attention_cuda.py
 """
@@ -23,10 +23,10 @@ from torch import Tensor
 
 from fastgen.ops.few_queries import are_plain
 
-DTYPES = (torch.float16, torch.bfloat16)  # fp32 is right as well, but torch's products are faster
+DTYPES = (torch.float16, torch.bfloat16)  # fp32 works as well, but torch's products are faster
 LARGEST_WIDTH = 256
-MOST_POSITIONS = 32  # of one segment: for more, torch's attention has enough to do
-SHORTEST_CHUNK = 128  # keys of a program
+MOST_POSITIONS = 32  # with one segment: with more, torch's attention keeps the GPU busy
+SHORTEST_CHUNK = 128  # keys per program
 PROGRAMS_PER_MULTIPROCESSOR = 8
 
 _NO_MASK, _ADDED, _BOOL = 0, 1, 2
@@ -34,7 +34,7 @@ _NO_MASK, _ADDED, _BOOL = 0, 1, 2
 
 @triton.jit
 def _weights(scores, largest):
-    """Weights of scores `[queries, keys]`, by what sums so far shrink, and the largest scores so far, `[queries]`."""
+    """Returns weights of scores `[queries, keys]`, the factor for earlier sums, and new maxima, both `[queries]`."""
     new_largest = tl.maximum(largest, tl.max(scores, 1))
     base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
     return tl.exp(scores - base[:, None]), tl.exp(largest - base), new_largest
@@ -51,7 +51,7 @@ def _add_up(
     HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
     WIDTH_2: tl.constexpr, VALUE_WIDTH_2: tl.constexpr,
 ):  # fmt: skip
-    """One program for a chunk of a copy, a tile of its queries, and a key head.
+    """Computes the partial results for a chunk of a copy, a tile of its queries, and a key head.
 
     sums `[queries of all rows, slots, VALUE_WIDTH]`, maxima `[…, slots, 2]`: the partial results, of which this segment
     has `splits` from `first_slot` on. ONE_MASK: all queries of a copy see the same keys.
@@ -110,15 +110,15 @@ def _merge(
     sums, maxima, output, o_row, o_head, o_position, heads, positions, slots,
     VALUE_WIDTH: tl.constexpr, VALUE_WIDTH_2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program for each query: the weighted mean of its partial results, zeros where it sees nothing."""
+    """Merges the partial results of one query into their weighted mean, or zeros if it sees nothing."""
     index = tl.program_id(0).to(tl.int64)
     row, head, position = index // positions // heads, index // positions % heads, index % positions
     dv = tl.arange(0, VALUE_WIDTH_2)
     largest = -float("inf")
     for block in range(0, slots, BLOCK):
         slot = block + tl.arange(0, BLOCK)
-        of_slots = tl.load(maxima + (index * slots + slot) * 2, mask=slot < slots, other=-float("inf"))
-        largest = tl.maximum(largest, tl.max(of_slots, 0))
+        slot_maxima = tl.load(maxima + (index * slots + slot) * 2, mask=slot < slots, other=-float("inf"))
+        largest = tl.maximum(largest, tl.max(slot_maxima, 0))
     base = tl.where(largest == -float("inf"), 0.0, largest)
     total = 0.0
     result = tl.zeros((VALUE_WIDTH_2,), tl.float32)
@@ -136,7 +136,7 @@ def _merge(
 
 
 def can_attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None) -> bool:
-    """Whether these kernels can and should do it, and nobody waits for torch's own; arguments as of `attention`."""
+    """Whether these kernels support these arguments, are worthwhile, and no mode waits for torch's operations."""
     if query.dtype not in DTYPES or (len(keys) == 1 and query.shape[2] > MOST_POSITIONS):
         return False
     if mask is not None and (type(mask) is not Tensor or mask.device != query.device):
@@ -154,7 +154,7 @@ def attention(
     scale: float,
     bounds: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Computes `shared_attention` with a launch for each segment and one that merges, on the current stream."""
+    """Computes `shared_attention` on the current stream, with one launch per segment and one that merges."""
     rows, heads, positions, width = query.shape
     kv_heads, value_width = keys[0].shape[1], values[0].shape[3]
     width_2, value_width_2 = _padded(width), _padded(value_width)
@@ -196,7 +196,7 @@ def attention(
 
 
 def _padded(number: int) -> int:
-    """Returns the power of two, 16 or more, that a dimension of a tensor-core product has for so many numbers."""
+    """Returns the dimension of a tensor-core product for so many numbers: a power of two, at least 16."""
     return max(16, int(triton.next_power_of_2(number)))
 
 
@@ -206,13 +206,13 @@ def _tile(queries: int, width: int, dtype: torch.dtype) -> int:
 
 
 def _tuning(tile: int, width: int, dtype: torch.dtype) -> dict[str, int]:
-    """Keys that are loaded at a time, and threads, so that a program spills no registers."""
+    """Returns the number of keys loaded together and of warps, chosen so that a program spills no registers."""
     is_large = width > 128 or dtype == torch.float32
     return {"BLOCK": 32 if is_large else 64, "num_warps": 8 if tile * width >= 64 * 128 else 4}
 
 
 def _chunk(work: int, device: torch.device) -> int:
-    """Returns how many keys a program takes, so that all multiprocessors are busy; work: keys times tiles."""
+    """Returns the number of keys per program that keeps all multiprocessors busy; work: keys times tiles."""
     return max(SHORTEST_CHUNK, -(-work // (PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(device)) // 64) * 64)
 
 

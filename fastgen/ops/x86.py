@@ -19,17 +19,17 @@ from torch import Tensor
 
 from fastgen.ops import load, load_reasons
 
-# Built for the instructions that torch calls so; with AVX-512 and bf16's, for both.
+# The libraries by torch's names of instruction sets; with AVX-512 and its bf16 extension, the name ends in "_bf16".
 _LIBRARIES = {"AVX2": f"{__package__}._x86_avx2", "AVX512": f"{__package__}._x86_avx512"}
-VERSION = 7  # of the kernels: what was measured with others does not hold
-_SUFFIXES = {torch.float32: "", torch.bfloat16: "_bf16", torch.float16: "_fp16"}  # of a function's name
+VERSION = 7  # changes with the kernels, and invalidates measurements of earlier ones
+_SUFFIXES = {torch.float32: "", torch.bfloat16: "_bf16", torch.float16: "_fp16"}  # of function names
 DTYPES = tuple(_SUFFIXES)
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
 @functools.cache
 def machine_reasons() -> list[str]:
-    """Why this machine cannot use them; empty if it can."""
+    """Returns why this machine cannot run these kernels; empty if it can."""
     instructions = torch.backends.cpu.get_cpu_capability()
     if instructions not in _LIBRARIES:
         return [f"the CPU's instructions are {instructions} (supported: {', '.join(_LIBRARIES)})"]
@@ -44,7 +44,7 @@ def _library_name() -> str:
 
 @functools.cache
 def function(name: str, dtype: torch.dtype, argument_types: tuple[Any, ...]) -> Callable[..., None]:
-    """The kernel `fastgen_NAME` for numbers of this type, which is one of `DTYPES`."""
+    """Returns the kernel `fastgen_NAME` for one of `DTYPES`."""
     library = load(_library_name())
     library.fastgen_threads.argtypes = [ctypes.c_void_p] * 3
     library.fastgen_threads(*_openmp())
@@ -62,12 +62,12 @@ class Address(ctypes.c_void_p):
 
 
 def threads_for(work: int, least: int) -> int:
-    """Returns how many of torch's threads to use, each for at least `least` of the work: waiting costs more."""
+    """Returns how many of torch's threads to use: each must have at least `least` of the work to be worth starting."""
     return min(int(torch.get_num_threads()), 1 + work // least)
 
 
 def _openmp() -> list[ctypes.c_void_p | None]:
-    """The functions of the OpenMP on which torch runs, or None where that has others."""
+    """Returns the functions of the OpenMP runtime that torch uses, or None for each if it has other functions."""
     try:
         torch_cpu = ctypes.CDLL(str(next(Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"))))
         return [ctypes.cast(getattr(torch_cpu, name), ctypes.c_void_p) for name in _OPENMP]

@@ -121,7 +121,7 @@ def test_a_forward_that_reads_the_device_is_not_captured(monkeypatch):
     model = model_of("gpt2")
     for _ in range(2):
         assert not replays(model, inputs_on_gpu("gpt2"), **BEAMS)
-    assert "lets the host wait for the device" in str(fastgen.explain())
+    assert "makes the host wait for the device" in str(fastgen.explain())
 
 
 def test_a_failed_capture_is_said_once_and_leaves_no_trace(monkeypatch):

@@ -173,7 +173,7 @@ def test_files_of_tokens(tmp_path):
 
 def test_a_broken_line_is_named(tmp_path):
     (tmp_path / "names.txt").write_text("5 6\n5 x\n")
-    with pytest.raises(ValueError, match=r"names.txt, line 2: .*'x' \(supported: tokens divided by spaces\)"):
+    with pytest.raises(ValueError, match=r"names.txt, line 2: .*'x' \(supported: tokens separated by spaces\)"):
         PrefixTrie.from_file(tmp_path / "names.txt")
 
 

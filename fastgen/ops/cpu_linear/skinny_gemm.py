@@ -1,15 +1,15 @@
-"""Products of a few rows in fp32, bf16 or fp16 that read each weight once, as it lies there: `csrc/skinny_gemm.cpp`.
+"""Products of a few rows in fp32, bf16 or fp16 that read each weight once, unpacked: `csrc/skinny_gemm.cpp`.
 
 In bf16 and fp16 sums are in fp32 and rounded once. bf16 has dot products of pairs where there is AVX512_BF16
 (VDPBF16PS); elsewhere, as in fp16, weights are widened in registers, which halves the bytes that a row waits for.
 
 AMD EPYC (family 25, AVX2), two threads, weights not in a cache, ms, BLAS, oneDNN, oneDNN with a packed weight, these:
 1 × [768 → 3072] 0.72, 0.52, 0.52, 0.47; 4 × 1.65, 0.98, 0.60, 0.45; 16 × 1.57, 1.33, 0.96, 0.81; 32 × 1.84, 1.52, 1.29,
-1.18; 16 × [768 → 50265] 33, 17, 13, 10. As GPT-2 keeps it: 2 × [768 → 3072] 0.98, 0.65, 0.45, 0.38; 16 × 1.69, 1.58,
-0.97, 0.89; 256 × 11.6, 17.0, 9.3, 13.8. Another one (model 17, AVX-512), GFLOP/s of BLAS, oneDNN and these: of
-[768 → 3072] 4 × 17, 35, 67; 16 × 66, 93, 183; 32 × 96, 131, 203; in bf16 54, 55, 136; 159, 161, 344; 196, 203, 367; of
-[384 → 51865] 40 × 76, 131, 184; in bf16 234, 249, 340. Another one (family 26, model 2), µs of BLAS and these in fp16:
-of [1024 → 4096] 1 × 161, 115; 4 × 631, 113; 16 × 2,700, 332; 64 × 9,991, 1,286; 1024 × 156,082, 20,581.
+1.18; 16 × [768 → 50265] 33, 17, 13, 10. Transposed, as in GPT-2: 2 × [768 → 3072] 0.98, 0.65, 0.45, 0.38; 16 × 1.69,
+1.58, 0.97, 0.89; 256 × 11.6, 17.0, 9.3, 13.8. AMD EPYC (model 17, AVX-512), GFLOP/s of BLAS, oneDNN and these:
+[768 → 3072] 4 × 17, 35, 67; 16 × 66, 93, 183; 32 × 96, 131, 203; in bf16 54, 55, 136; 159, 161, 344; 196, 203, 367;
+[384 → 51865] 40 × 76, 131, 184; in bf16 234, 249, 340. AMD EPYC (family 26, model 2), µs of BLAS and these in fp16:
+[1024 → 4096] 1 × 161, 115; 4 × 631, 113; 16 × 2,700, 332; 64 × 9,991, 1,286; 1024 × 156,082, 20,581.
 
 Tests: tests/ops/test_skinny_gemm.py
 """
@@ -27,17 +27,17 @@ from torch import Tensor
 from fastgen.ops import x86
 from fastgen.ops.tracing import TracedCall, uses_of
 
-# Of more rows a weight is read several times.
+# With more rows, a weight is read several times.
 MOST_ROWS = 64
 
-# The same as an operation of torch, for those who note what is called.
+# The product registered with torch, which dispatch modes can record.
 OPERATION = "fastgen::skinny_linear"
 
 _ARGUMENTS = (*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 3, *[ctypes.c_int32] * 3)
 
 
 def skinny_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`rows @ weight.T + bias`, on at most `torch.get_num_threads()` threads.
+    """Computes `rows @ weight.T + bias` on at most `torch.get_num_threads()` threads.
 
     rows `[…, in_features]`, bias `[out_features]`, both contiguous; weight `[out_features, in_features]`, contiguous or
     a transposed view; all of one of `x86.DTYPES`, on a CPU. The bits do not depend on the number of rows or threads.
@@ -64,10 +64,10 @@ def call_into(
     is_rectified: bool = False,
     address_of: Callable[[Tensor], Any] = x86.Address,
 ) -> partial[None]:
-    """Returns a call that computes the output, `[…, out_features]`, where it is.
+    """Returns a call that writes the product into `output`, `[…, out_features]`.
 
-    is_rectified: the larger of the output and 0. added: of the output's shape, contiguous, added to it at the end.
-    address_of: of weight and bias, which may move between two replays, not change.
+    is_rectified: applies relu to the output. added: a contiguous tensor of the output's shape, added to it at the end.
+    address_of: returns the address of weight or bias, which may move between two replays, but not change.
     """
     out_features, in_features = weight.shape
     function = x86.function("skinny_gemm", rows.dtype, _ARGUMENTS)
@@ -95,9 +95,9 @@ torch.library.register_fake(OPERATION, _fake, lib=_LIBRARY)
 
 
 def fused(calls: list[TracedCall], output: Any) -> list[TracedCall]:
-    """The same calls, of which products do as well what comes next: relu, or a sum with other rows.
+    """Returns the calls with products fused with the relu, or the sum with other rows, that follows them.
 
-    Nothing else may use what lies between. output: what the function that made the calls returns.
+    Products whose result is used elsewhere are not fused. output: the return value of the recorded function.
     """
     operation, uses = torch.ops.fastgen.skinny_linear.default, uses_of(calls, output)
     products = {id(call.result): number for number, call in enumerate(calls) if call.operation is operation}
@@ -109,16 +109,16 @@ def fused(calls: list[TracedCall], output: Any) -> list[TracedCall]:
                 continue
             if added is None or _can_be_added(added, product):
                 rows, weight, bias = calls[place].args[:3]
-                read = [one for one in (rows, weight, bias, added) if one is not None]
+                read = [tensor for tensor in (rows, weight, bias, added) if tensor is not None]
                 arguments = rows, weight, bias, added, added is None
-                result[number] = TracedCall(operation, arguments, {}, call.result, read, call.made)
+                result[number] = TracedCall(operation, arguments, {}, call.result, read, call.outputs)
                 del result[place]
                 break
     return list(result.values())
 
 
 def _candidates(call: TracedCall) -> list[tuple[Tensor, Tensor | None]]:
-    """What this call may rectify, or to what it may add rows: a product and the rows."""
+    """Returns pairs of a tensor that this call may apply relu to, or add rows to, and these rows."""
     if call.operation is torch.ops.aten.relu.default:
         return [(call.args[0], None)]
     if call.operation is torch.ops.aten.add.Tensor and len(call.read) == 2 and not call.kwargs:

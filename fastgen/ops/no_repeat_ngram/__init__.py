@@ -1,8 +1,8 @@
 """Bans the tokens that would complete an n-gram a second time: FastSeq, section 4.2 and Algorithm 1.
 
 `no_repeat_ngram_` writes into the scores, `no_repeat_ngram` returns new ones; `torch.ops.fastgen` has both under the
-same names, for graphs and compilers. Given `encoder_tokens` they ban the n-grams of the encoder's input instead of
-those of the row itself. Errors name the argument, what it was and what would be accepted.
+same names, for graphs and compilers. With `encoder_tokens` they ban the n-grams of the encoder's input instead of those
+of the row itself. Errors name the argument, its value and what would be accepted.
 
 Tests: tests/ops/test_no_repeat_ngram.py
 """
@@ -36,15 +36,15 @@ def no_repeat_ngram_(
 ) -> Tensor:
     """Sets `scores` of tokens that would repeat an n-gram to -inf, in place, and returns them.
 
-    tokens: `[rows, width]`, int32 or int64, what each row holds; the next token is to be chosen.
+    tokens: `[rows, width]`, int32 or int64, the tokens of each row so far.
     scores: `[rows, vocabulary_size]`, float32, float16 or bfloat16, of any strides, on the device of `tokens`.
         Tokens outside the vocabulary are ignored.
-    ngram_size: n, from 1 on. With n 1 every token of a row is banned; with n above the length nothing is.
-    lengths: how many tokens of a row are valid: an int for all rows, an int32 or int64 tensor of shape `[]` for all, or
-        of shape `[rows]`. A tensor is not read on the host (values outside `0…width` count as the nearest of them), so
-        that a CUDA graph can hold the call. None: `width`.
-    encoder_tokens: `[rows / beams, source_width]` of the dtype of `tokens`: bans the n-grams that these hold, row i
-        those of `encoder_tokens[i // beams]`.
+    ngram_size: n, at least 1. If n is 1, every token of a row is banned; if n exceeds the length, none is.
+    lengths: the number of valid tokens per row: an int or an int32 or int64 tensor of shape `[]` for all rows, or a
+        tensor of shape `[rows]`. Values of a tensor are clamped to `0…width` and not read on the host, so that a CUDA
+        graph can capture the call. None: `width`.
+    encoder_tokens: `[rows / beams, source_width]` of the dtype of `tokens`: row i bans the n-grams of
+        `encoder_tokens[i // beams]` instead of its own.
     Raises TypeError or ValueError.
     """
     tokens, lengths = _typed(tokens, scores, ngram_size, lengths, encoder_tokens)
@@ -59,14 +59,15 @@ def no_repeat_ngram(
     lengths: int | Tensor | None = None,
     encoder_tokens: Tensor | None = None,
 ) -> Tensor:
-    """Does the same as `no_repeat_ngram_`, but leaves `scores` as they are and returns new ones."""
+    """Does the same as `no_repeat_ngram_`, but returns new scores and does not change `scores`."""
     tokens, lengths = _typed(tokens, scores, ngram_size, lengths, encoder_tokens)
     return torch.ops.fastgen.no_repeat_ngram(tokens, scores, ngram_size, lengths, encoder_tokens)
 
 
 def _typed(tokens: Tensor, scores: object, ngram_size: object, lengths: Any, encoder_tokens: object) -> Any:
-    """Tokens and lengths with an int length applied to the tokens, as a view. Raises TypeError for what is no tensor,
-    or no int, and should be.
+    """Returns tokens and lengths; an int length is applied to the tokens, as a view.
+
+    Raises TypeError for an argument of the wrong type, ValueError for an int length outside `0…width`.
     """
     for name, value in (("tokens", tokens), ("scores", scores)):
         if not isinstance(value, Tensor):
@@ -90,7 +91,7 @@ def _is_int(value: object) -> bool:
 
 
 def unsupported_reasons(tokens: Tensor, scores: Tensor) -> list[str]:
-    """Why a host's own code has to ban here; empty if `check` accepts these and nobody watches or transforms them."""
+    """Returns why the host's own code must ban; empty if these are supported and no mode watches or transforms them."""
     if type(tokens) is not Tensor or type(scores) is not Tensor:
         return [f"tokens and scores are {type(tokens).__name__} and {type(scores).__name__} (supported: Tensor)"]
     if torch.compiler.is_compiling() or is_transformed():
@@ -132,7 +133,7 @@ def check(
 
 
 def check_writable(scores: Tensor) -> None:
-    """Raises ValueError for scores of which two entries may be one place in memory."""
+    """Raises ValueError for scores of which two entries may share memory."""
     for dimension, (size, stride) in enumerate(zip(scores.shape, scores.stride())):
         if size > 1 and stride == 0:
             expanded = f"scores is expanded along dimension {dimension}"
@@ -144,7 +145,7 @@ def check_writable(scores: Tensor) -> None:
 
 
 def can_ban(tokens: Tensor, scores: Tensor, ngram_size: int, encoder_tokens: Tensor | None) -> bool:
-    """Whether the shapes alone leave anything to ban."""
+    """Whether the shapes allow any n-gram to repeat."""
     source = tokens if encoder_tokens is None else encoder_tokens
     return bool(scores.numel() > 0 and source.shape[1] >= ngram_size and tokens.shape[1] >= ngram_size - 1)
 

@@ -1,6 +1,6 @@
 """The kernels of no-repeat-n-gram, and the choice between them.
 
-Those in C++ and CUDA are the shared libraries `_cpu` and `_cuda` beside this file.
+The kernels in C++ and CUDA are the shared libraries `_cpu` and `_cuda` next to this file.
 
 Tests: tests/ops/test_no_repeat_ngram.py, tests/ops/test_no_repeat_ngram_kernels.py,
 tests/ops/test_no_repeat_ngram_build.py
@@ -25,7 +25,7 @@ Ban = Callable[[Tensor, Tensor, int, "Tensor | None", "Tensor | None"], None]
 
 CPU, CUDA = f"{__package__}._cpu", f"{__package__}._cuda"
 
-# For each dtype of scores its size in bytes, and the bits of -inf.
+# The size in bytes of each dtype of scores, and the bits of its -inf.
 _MINUS_INFINITY = {torch.float32: (4, 0xFF800000), torch.float16: (2, 0xFC00), torch.bfloat16: (2, 0xFF80)}
 
 
@@ -60,7 +60,7 @@ class NGramProblem(ctypes.Structure):
 def describe(
     tokens: Tensor, scores: Tensor, ngram_size: int, lengths: Tensor | None, encoder_tokens: Tensor | None
 ) -> NGramProblem:
-    """The struct for these tensors, which must outlive it."""
+    """Returns the struct for these tensors, which must outlive it."""
     source = (None, 0, 0, 0, 1)
     if encoder_tokens is not None:
         beams = tokens.shape[0] // encoder_tokens.shape[0]
@@ -121,20 +121,20 @@ def _ban_with_triton(
 
 @functools.cache
 def _proven_reasons(ban: Ban, device_type: str) -> list[str]:
-    """Why a kernel is not used that this machine can run: it differs from torch for a small case, or fails."""
+    """Returns why a kernel that this machine can run is not used: in a small case it fails or differs from torch."""
     tokens = torch.tensor([[1, 2, 3, 1, 2], [4, 4, 4, 4, 4]], device=device_type)
-    found = torch.zeros(2, 8, device=device_type)
-    expected = found.clone()
+    scores = torch.zeros(2, 8, device=device_type)
+    expected = scores.clone()
     try:
-        ban(tokens, found, 3, None, None)
+        ban(tokens, scores, 3, None, None)
         reference.ban(tokens, expected, 3, None, None)
     except Exception as error:
         return [f"{type(error).__name__}: {error}"]
-    return [] if torch.equal(found, expected) else [f"differs from torch on {device_type}"]
+    return [] if torch.equal(scores, expected) else [f"differs from torch on {device_type}"]
 
 
 def kernel_of(name: str, device_type: str, machine_reasons: Callable[[], list[str]], ban: Ban) -> Kernel:
-    """Returns a kernel that is used where it gives what torch gives. machine_reasons: why it cannot run."""
+    """Returns a kernel that is used if its results are torch's. machine_reasons: returns why it cannot run."""
 
     def unsupported_reasons() -> list[str]:
         return machine_reasons() or _proven_reasons(ban, device_type)
@@ -152,7 +152,7 @@ KERNELS = (
 
 
 def kernel_for(device_type: str) -> Kernel:
-    """Returns the first that runs on such a device, chosen once; on a GPU not while a graph is captured."""
+    """Returns the first kernel that runs on such a device, chosen once; not to be called while a graph is captured."""
     return _kernel_for(device_type, CONFIG.cuda_kernels)
 
 

@@ -1,4 +1,4 @@
-"""No-repeat-n-gram with torch's own operations: the oracle for the kernels, and what runs where there is none.
+"""No-repeat-n-gram with torch's own operations: the oracle for the kernels, and the fallback without any.
 
 Tests: tests/ops/test_no_repeat_ngram.py, tests/ops/test_no_repeat_ngram_kernels.py
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def ban(tokens: Tensor, scores: Tensor, ngram_size: int, lengths: Tensor | None, encoder_tokens: Tensor | None) -> None:
-    """Writes -inf into `scores`; arguments as `no_repeat_ngram_`, checked, and `can_ban` is true for them."""
+    """Writes -inf into `scores`; takes the arguments of `no_repeat_ngram_`, checked, for which `can_ban` is true."""
     source = tokens if encoder_tokens is None else encoder_tokens
     matches = _matches(tokens, source, ngram_size, lengths, is_own=encoder_tokens is None)  # [rows, windows]
     if scores.device.type == "cpu":
@@ -47,7 +47,7 @@ def _matches(tokens: Tensor, source: Tensor, ngram_size: int, lengths: Tensor | 
 
 
 def _write_few(scores: Tensor, source: Tensor, matches: Tensor, ngram_size: int) -> None:
-    """One write for each match: the least work, where the host may read how many there are."""
+    """Writes once for each match: the least work, if the host may read the number of matches."""
     row, window = matches.nonzero(as_tuple=True)
     token = source[row // (scores.shape[0] // source.shape[0]), window + (ngram_size - 1)]
     is_known = (token >= 0) & (token < scores.shape[1])
@@ -55,10 +55,10 @@ def _write_few(scores: Tensor, source: Tensor, matches: Tensor, ngram_size: int)
 
 
 def _write_all(scores: Tensor, source: Tensor, matches: Tensor, ngram_size: int) -> None:
-    """One write for each window, of a shape that does not depend on the matches, and never two different values.
+    """Writes once for each window: shapes do not depend on the matches, and no score is written with two values.
 
-    Windows without a match write what a fixed one of their row writes: -inf again where there is a match, and else
-    the score that is there.
+    Windows without a match write what the first matching window of their row writes, -inf; in a row without a match
+    they write the current score of one token.
     """
     token = source[:, ngram_size - 1 :].repeat_interleave(scores.shape[0] // source.shape[0], dim=0).long()
     matches &= (token >= 0) & (token < scores.shape[1])

@@ -1,4 +1,4 @@
-"""No-repeat-n-gram in Triton: the same work as the CUDA kernel, compiled when first used.
+"""No-repeat-n-gram in Triton: the same algorithm as the CUDA kernel, compiled when first used.
 
 Tests: tests/ops/test_no_repeat_ngram_kernels.py, tests/ops/test_no_repeat_ngram_build.py
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 BLOCK = 256
 
 
-# Numbers that change while a text grows: the kernel is not compiled again for another one.
+# Arguments that change as a text grows: the kernel is not compiled again for other values.
 GROWING = ("ngram_size", "width", "source_width", "token_row_stride", "source_row_stride")
 
 
@@ -39,7 +39,7 @@ def _ban_kernel(
     IS_OWN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (i, j) takes the windows `[j * BLOCK, (j + 1) * BLOCK)` of row i."""
+    """Bans in program (i, j) for the windows `[j * BLOCK, (j + 1) * BLOCK)` of row i."""
     row = tl.program_id(0).to(tl.int64)
     window = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     length = width.to(tl.int64)
@@ -56,8 +56,8 @@ def _ban_kernel(
     matches = window < windows
     for i in range(ngram_size - 1):
         wanted = tl.load(own_tokens + (start + i) * token_stride)
-        found = tl.load(own_source + (window + i) * source_stride, mask=matches, other=0)
-        matches = matches & (found == wanted)
+        read = tl.load(own_source + (window + i) * source_stride, mask=matches, other=0)
+        matches = matches & (read == wanted)
     token = tl.load(own_source + (window + ngram_size - 1) * source_stride, mask=matches, other=-1).to(tl.int64)
     matches = matches & (token >= 0) & (token < vocabulary_size)
     tl.store(scores + row * score_row_stride + token * score_stride, float("-inf"), mask=matches)

@@ -17,7 +17,7 @@ CODES: dict[str, dict[str, str]] = {
     CHOSEN: {
         "CAPTURE_OFF": "decode steps are not captured under `FASTGEN_CUDA_GRAPHS=off`",
         "DISABLED": "`fastgen.log_likelihoods` shares nothing where fastgen is disabled",
-        "ENDED_EARLY": "the call ended before a capture would have paid",
+        "ENDED_EARLY": "the call ended before a capture would have been worthwhile",
         "FEW_FRAMES": "a vocoder's input is short: oneDNN would gain nothing",
         "FEW_KEYS": "a layer holds few keys: stored for each row, they cost less than a second product",
         "FEW_STEPS": "the call has fewer than 24 decode steps, on a GPU fewer than 4",
@@ -117,7 +117,7 @@ CODES: dict[str, dict[str, str]] = {
         "METHOD_REPLACED": (
             "a method that the loop calls is not the library's, or the `__call__` of a processor or a list"
         ),
-        "MODEL_CHANGED": "user code that runs in each step has changed the model within the call",
+        "MODEL_CHANGED": "user code that runs in each step has changed the model during the call",
         "MODEL_STATE": "the model keeps states of its rows in its modules",
         "PROCESSOR_BY_ROW": (
             "a logits processor may know the rows by their batch index, or holds a value for each row: finished "
@@ -144,7 +144,7 @@ CODES: dict[str, dict[str, str]] = {
     },
     "Decode steps, operations and vocoders": {
         "ATTENTION": "an attention that is not supported; in transformers other than sdpa and eager",
-        "CUDA_STREAM": "the program computes on a stream other than the default",
+        "CUDA_STREAM": "user code computes on a stream other than the default",
         "CAPTURE_REFUSED": (
             "an earlier capture of this model (under `FASTGEN_REPEATABLE=1`: of this call) failed, could not be "
             "prepared (the text has the error) or gave other logits: steps stay eager"

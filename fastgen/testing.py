@@ -214,7 +214,7 @@ def captured_graphs(model: Any) -> dict[Any, Any]:
     """Returns the captured steps that a model has between two calls, by their keys, the latest last."""
     from fastgen.optimizer.decoding import graphs
 
-    cache = graphs._known.get(model)
+    cache = graphs._graph_caches.get(model)
     return {} if cache is None else dict(cache.entries)
 
 
@@ -222,7 +222,7 @@ def holds_graphs(model: Any) -> bool:
     """Whether a call holds the captured steps of a model, so that no other may use them."""
     from fastgen.optimizer.decoding import graphs
 
-    return graphs._known[model].in_use.locked()
+    return graphs._graph_caches[model].in_use.locked()
 
 
 def verified() -> set[object]:

@@ -1,4 +1,4 @@
-"""All patches, and the one set that applies them. Imports no host library and no torch."""
+"""All patches, and the set that applies them. Imports no host library and no torch."""
 
 from fastgen.config import CONFIG
 from fastgen.optimizer import fairseq, transformers

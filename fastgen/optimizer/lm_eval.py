@@ -1,8 +1,8 @@
 """`HFLM._loglikelihood_tokens`: multiple-choice questions of lm-evaluation-harness, by `fastgen.log_likelihoods`.
 
-The harness computes each context with each of its continuations. Answers, their order, its progress bar and its cache
-of answers stay. Left to it: rolling log-likelihoods, encoder-decoders, autocast, texts that are too long for the model,
-methods of a subclass, and everything in which nothing is computed twice.
+The harness computes each context once for each of its continuations; fastgen computes it once. Answers, their order,
+the progress bar and the cache of answers are the same. Left to the harness: rolling log-likelihoods, encoder-decoders,
+autocast, texts that are too long for the model, methods of a subclass, and requests without repeated contexts.
 
 Tests: tests/test_lm_eval.py
 """
@@ -25,7 +25,7 @@ from fastgen.provenance import comes_with
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
 
-# What the harness's method calls, and fastgen's does not.
+# Methods that the harness's method calls, and fastgen's does not.
 METHODS = ("_model_call", "_select_cont_toks")
 
 
@@ -44,7 +44,7 @@ def log_likelihoods(
 
 
 def unsupported_reasons(harness: HFLM, requests: list[Request]) -> list[Reason]:
-    """Why the harness answers these requests itself; empty if fastgen can."""
+    """Returns why the harness must answer these requests itself; empty if fastgen can."""
     has_encoder = harness.backend != "causal" or harness.mixed_precision_dtype is not None
     replaced = [name for name in METHODS if not comes_with(getattr(harness, name), HFLM)]
     lengths = [(len(context), len(continuation)) for _, context, continuation in requests]
@@ -59,23 +59,23 @@ def unsupported_reasons(harness: HFLM, requests: list[Request]) -> list[Reason]:
 
 
 def tokens_per_batch(harness: HFLM, pairs: list[Pair]) -> int:
-    """Returns the number of tokens that the harness's own batches have."""
+    """Returns the number of tokens in the harness's own batches."""
     if not isinstance(harness.batch_size, int):
         return TOKENS_PER_BATCH
     return harness.batch_size * max(len(context) + len(continuation) for context, continuation in pairs)
 
 
 def _answers(
-    harness: HFLM, requests: list[Request], pairs: list[Pair], found: Any, disable_tqdm: bool
+    harness: HFLM, requests: list[Request], pairs: list[Pair], answers_by_pair: Any, disable_tqdm: bool
 ) -> list[tuple[float, bool]]:
-    """Returns the answers in the order of requests. found: an answer for each different pair."""
+    """Returns the answers in the order of requests. answers_by_pair: yields each different pair and its answer."""
     places: dict[Pair, list[int]] = {}
     for place, pair in enumerate(pairs):
         places.setdefault(pair, []).append(place)
     answers: dict[int, tuple[float, bool]] = {}
     hidden = disable_tqdm or harness.rank != 0
     with tqdm(total=len(requests), disable=hidden, desc="Running loglikelihood requests") as bar:
-        for pair, answer in found:
+        for pair, answer in answers_by_pair:
             for place in places[pair]:
                 answers[place] = answer
                 harness.cache_hook.add_partial("loglikelihood", requests[place][0], answer)

@@ -1,11 +1,11 @@
-"""Vocoders on a CPU: HiFi-GAN generators (Kong et al., 2020), which make a waveform of a spectrogram or of units.
+"""Vocoders on a CPU: HiFi-GAN generators (Kong et al., 2020), which turn a spectrogram or units into a waveform.
 
-It knows no host. The library's own forward runs, with other forwards on its convolutions
-(`decoding/faster_forwards.py`): torch gives oneDNN a sequence with all steps of a channel next to each other, which it
-reorders before and after each convolution. Here sequences are channels last, which what lies between two convolutions
-preserves. A convolution reorders its weight in each call, which pays where the input is no smaller than the weight.
-Prepacked weights were not taken: made for 16, 64 or 256 frames they made a convolution of 1792 to 512 channels twenty
-times slower with 150.
+This module knows no host. The library's own forward runs, with other forwards on its convolutions
+(`decoding/faster_forwards.py`). torch passes oneDNN sequences with adjacent frames of a channel, which oneDNN reorders
+before and after each convolution. Here sequences are channels last, a layout that the operations between convolutions
+preserve. A convolution reorders its weight in each call, which is worthwhile if the input is no smaller than the
+weight. Weights are not prepacked: packed for 16, 64 or 256 frames, they made a convolution of 1792 to 512 channels
+twenty times slower with 150.
 
 Tests: tests/optimizer/vocoder/test_vocoders.py
 """
@@ -30,19 +30,19 @@ from fastgen.provenance import comes_with
 
 ONEDNN = "vocoder, oneDNN"
 
-# Of all rows together: so many that most of the time goes to layers where oneDNN pays.
+# The fewest frames of all rows together with which most of the time is spent in layers where oneDNN is faster.
 MIN_FRAMES = 32
 
-# Elements of a layer's input for each element of its weight, from which on oneDNN pays.
+# The fewest elements of a layer's input per element of its weight with which oneDNN is faster.
 MIN_INPUT = 1.0
 
 _CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
 
 
 def faster_waveform(original: Callable[[], Tensor], owner: nn.Module, states: Tensor) -> Tensor:
-    """The waveform that the library's forward of `owner` makes of `states`, `[batch, channels, frames]`.
+    """Returns the waveform that the library's forward of `owner` computes for `states`, `[batch, channels, frames]`.
 
-    What was done, or why not, goes to the report of the `generate` that runs; if none runs, `explain()` returns it.
+    The result is reported in the current call of `generate`, or, outside of one, in a report for `explain()`.
     """
     outer = current_call()
     with generate_call(type(owner).__name__) if outer is None else nullcontext(outer) as call:
@@ -58,11 +58,11 @@ def faster_waveform(original: Callable[[], Tensor], owner: nn.Module, states: Te
             waveform = original().contiguous()
         if ran:
             call.report.kernels[ONEDNN] += 1
-        return waveform.view(waveform.shape)  # with the strides that the library gives a dimension of one
+        return waveform.view(waveform.shape)  # restores the library's stride of a dimension of size 1
 
 
 def unsupported_reasons(owner: nn.Module, states: Tensor) -> list[Reason]:
-    """Why this call is left to the library, whatever the layers are; empty if it is not."""
+    """Returns why this call is left to the library, whatever its layers; empty if it is not."""
     if type(states) is not Tensor or states.layout != torch.strided or states.dim() != 3 or not states.numel():
         return [Reason("SHAPES", f"an input of shape {tuple(states.shape)} (supported: [batch, channels, frames])")]
     tensors, frames = [states, *owner.parameters()], states.shape[0] * states.shape[2]
@@ -81,7 +81,7 @@ def unsupported_reasons(owner: nn.Module, states: Tensor) -> list[Reason]:
 
 
 def _layers(owner: nn.Module) -> list[nn.Module]:
-    """The modules that get another forward: none in which it would leave out a method of the program's or a graph."""
+    """Returns the modules that get another forward, without those where it would bypass user code or a graph."""
     functions = functional.conv1d, functional.conv_transpose1d
     is_torchs = all(isinstance(one, BuiltinFunctionType) for one in functions)
     if not is_torchs or not comes_with(nn.Conv1d._conv_forward, nn.Conv1d):
@@ -96,9 +96,9 @@ def _layers(owner: nn.Module) -> list[nn.Module]:
 
 
 def convolve(forward: FasterForward, states: Tensor, call: GenerateCall, ran: set[nn.Module]) -> Tensor | None:
-    """Returns the output of a `Conv1d` or `ConvTranspose1d`, `[batch, channels, length]`; None if oneDNN does not pay.
+    """Returns the output of a `Conv1d` or `ConvTranspose1d`, `[batch, channels, length]`; None if oneDNN is slower.
 
-    ran: gets the layers that were computed here.
+    ran: collects the layers that were computed here.
     """
     layer = forward.module
     is_plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)

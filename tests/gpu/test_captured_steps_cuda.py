@@ -143,7 +143,7 @@ def test_a_graph_outlives_another_of_its_stream():
         {key: value.repeat(3, 1) for key, value in inputs_on_gpu("llama", 2).items()},
     )
     assert replays(model, short, **BEAMS) and replays(model, long, **BEAMS)
-    graphs._known[model].entries.popitem(last=False)
+    graphs._graph_caches[model].entries.popitem(last=False)
     gc.collect()
     torch.cuda.empty_cache()
     blocks = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
@@ -154,7 +154,7 @@ def test_a_graph_outlives_another_of_its_stream():
 def test_a_pool_whose_graphs_are_gone_is_made_anew():
     model = model_of("llama")
     assert replays(model, inputs_on_gpu("llama"), **BEAMS)
-    graphs._known[model].entries.clear()
+    graphs._graph_caches[model].entries.clear()
     gc.collect()
     torch.cuda.empty_cache()
     assert replays(model, inputs_on_gpu("llama"), **BEAMS)
@@ -164,7 +164,7 @@ def test_four_models_capture_in_four_threads():
     models = [model_of("llama") for _ in range(4)]
     expected = models[0].generate(**inputs_on_gpu("llama"), **BEAMS)
     for model in models:
-        graphs._known.pop(model, None)
+        graphs._graph_caches.pop(model, None)
     results = []
     threads = [
         threading.Thread(target=lambda model=model: results.append(model.generate(**inputs_on_gpu("llama"), **BEAMS)))
@@ -175,7 +175,7 @@ def test_four_models_capture_in_four_threads():
     for thread in threads:
         thread.join()
     assert len(results) == 4 and all(torch.equal(one, expected) for one in results)
-    assert not any(graphs._known[model].refused for model in models)
+    assert not any(graphs._graph_caches[model].refused for model in models)
 
 
 def test_inference_mode_is_captured():
@@ -215,4 +215,4 @@ def test_between_calls_no_more_is_kept_than_the_bounds_allow(monkeypatch):
     model = model_of("gpt2")
     for max_new_tokens in range(10, 100, 10):
         model.generate(**inputs_on_gpu("gpt2"), **{**BEAMS, "max_new_tokens": max_new_tokens})
-        assert len(graphs._known[model].entries) <= 2
+        assert len(graphs._graph_caches[model].entries) <= 2

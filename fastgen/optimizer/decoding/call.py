@@ -1,12 +1,12 @@
 """One call of a host's `generate`: its state, from the patch of `generate` to the end of the call.
 
-The patch of `generate` makes it and passes it on; patches that the host's code calls later find it through one context
+The patch of `generate` creates it and passes it on; patches that the host's code calls later read it from one context
 variable. Its report describes the call, and nothing reads it to decide.
 
-If the library has to start again, `Rollback` restores what a forward or a loop has changed. Each part of the state
-gives a function that restores it: tensors on modules, random numbers and attributes of objects have theirs here, caches
-in the folder of their host. A prefill opens one, and so does the trial whether a prefix can be computed apart; a decode
-step keeps one for its loop.
+If the library must start again, `Rollback` restores what a forward or a loop has changed. Each part of the state has a
+function that restores it: for tensors on modules, random numbers and attributes of objects it is here, for caches in
+the folder of their host. A prefill opens a `Rollback`, and so does the test whether a prefix can be computed
+separately; a decode step holds one for its loop.
 
 Tests: tests/optimizer/test_report.py, tests/optimizer/transformers/test_generate_threads.py,
 tests/optimizer/transformers/test_refused_calls.py, tests/optimizer/transformers/test_static_prefill.py
@@ -38,18 +38,19 @@ from fastgen.optimizer.decoding.user_code import KnownCode
 
 logger = logging.getLogger("fastgen")
 
-ENDED_EARLY = Reason("ENDED_EARLY", "the call ended before a capture would have paid")
+ENDED_EARLY = Reason("ENDED_EARLY", "the call ended before a capture would have been worthwhile")
 
 
 @dataclass
 class GenerateCall:
     """The state of one call of `generate`.
 
-    inputs, rows: 0 until the prefill has run. host: what only the patches of one host write. will_capture: the steps
-    after the prefill are meant to be captured. is_accelerated: something was computed or stored once per input, or the
-    loop is fastgen's. on_exit: closed when the call ends: captured steps and caches are given back. has_stages: other
-    calls of `generate` are stages of this one. costs: the cost model. facts: those of the models that the call asked
-    about. swapped: the models whose modules have faster forwards in this call, or in the one around it.
+    inputs, rows: 0 until the prefill has run. host: state that only the patches of one host use. will_capture: whether
+    the steps after the prefill are to be captured. is_accelerated: whether something was computed or stored once per
+    input, or the loop is fastgen's. on_exit: closed when the call ends, which returns captured steps and caches.
+    has_stages: whether other calls of `generate` are stages of this one. costs: the cost model. facts: the facts of
+    each model that the call asked about. swapped: the models whose modules have faster forwards in this call or in the
+    enclosing one.
     """
 
     report: Report
@@ -88,14 +89,14 @@ class GenerateCall:
             if logger.isEnabledFor(logging.DEBUG):
                 logger.debug("generate: %s", report.summary())
 
-    def facts_of(self, model: Any, known: KnownCode) -> ModelFacts:
-        """What is known of this model, compared once in this call with what it was before, see `model_facts`."""
+    def facts_of(self, model: Any, known_code: KnownCode) -> ModelFacts:
+        """Returns the facts of a model, which are checked for changes once per call, see `model_facts`."""
         if model not in self.facts:
-            self.facts[model] = facts_of(model, known)
+            self.facts[model] = facts_of(model, known_code)
         return self.facts[model]
 
     def has_changed(self, model: Any) -> bool:
-        """Whether user code has changed this model since the call asked about it; if so, its facts are forgotten."""
+        """Whether user code has changed this model since the call asked about it; if so, discards its facts."""
         facts = self.facts.get(model)
         if facts is None or facts.is_current():
             return False
@@ -103,12 +104,12 @@ class GenerateCall:
         return True
 
     def set_rows(self, inputs: int, rows: int) -> None:
-        """Notes how many inputs and rows there are."""
+        """Stores the numbers of inputs and rows."""
         self.inputs, self.rows = inputs, rows
         self.report.inputs, self.report.rows = inputs, rows
 
     def end_stage(self, name: str, report: Report | None = None) -> None:
-        """Notes that what this call did since its last stage was one of this name. report: of a call inside."""
+        """Adds a stage that began when the last one ended. report: the report of a nested call, if it was one."""
         now = time.perf_counter()
         self.report.stages.append(Stage(name, now - self.stage_started if report is None else report.seconds, report))
         self.stage_started = now
@@ -116,28 +117,28 @@ class GenerateCall:
 
 _current: ContextVar[GenerateCall | None] = ContextVar("fastgen_call", default=None)
 _settings: ContextVar[tuple[Any, ...]] = ContextVar("fastgen_settings", default=())
-_thread = threading.local()  # last: the report of its last call
+_thread = threading.local()  # .last: the report of the thread's last call
 
 Setting = TypeVar("Setting")
 
 
 def generate_call(model: str, host: Any = None) -> GenerateCall:
-    """Returns a context inside of which `current_call()` is a new call of the `generate` of a model of this class."""
+    """Returns a context in which `current_call()` is a new call of `generate` of a model of this class."""
     return GenerateCall(Report(model), host)
 
 
 def end_stage(name: str) -> None:
-    """Ends a stage of the call that runs, if it has stages."""
+    """Ends a stage of the current call, if it has stages."""
     if (call := _current.get()) is not None and call.has_stages:
         call.end_stage(name)
 
 
-current_call = _current.get  # the innermost call that runs, or None outside of one
+current_call = _current.get  # the innermost running call, or None outside of calls
 
 
 @contextmanager
 def setting(value: object) -> Iterator[None]:
-    """Gives a setting to the calls that run inside this context: an object of a class of settings."""
+    """Applies a setting, an object of a class of settings, to the calls in this context."""
     token = _settings.set((value, *_settings.get()))
     try:
         yield
@@ -146,18 +147,18 @@ def setting(value: object) -> Iterator[None]:
 
 
 def settings_of(kind: type[Setting]) -> Iterator[Setting]:
-    """Yields the settings of one class of the contexts around, the innermost first."""
+    """Yields the settings of one class of the enclosing contexts, the innermost first."""
     return filter(kind.__instancecheck__, _settings.get())
 
 
 def count(kernel: str) -> None:
-    """Counts a call of a kernel in the report of the call that runs, if one does."""
+    """Counts a call of a kernel in the report of the current call, if any."""
     if (call := _current.get()) is not None:
         call.report.kernels[kernel] += 1
 
 
 def add_reasons(part: str, reasons: Iterable[Reason]) -> None:
-    """Adds reasons to the report of the call that runs, if one does."""
+    """Adds reasons to the report of the current call, if any."""
     if (call := _current.get()) is not None:
         call.report.add_reasons(part, reasons)
 
@@ -167,22 +168,22 @@ def last_report() -> Report | None:
     return getattr(_thread, "last", None)
 
 
-# The way back to the library.
+# Restoring the state for the library.
 
 Restore = Callable[[], None]
 
 
 class Rollback(ExitStack):
-    """Calls the functions that `callback` got when its context ends, whatever ended it, unless `keep` was called."""
+    """A context that calls the functions registered with `callback` when it ends, unless `keep` was called."""
 
     keep, restore = ExitStack.pop_all, ExitStack.close
 
 
 def undo_of_tensors(modules: Iterable[nn.Module]) -> Restore:
-    """Returns a function that gives modules the tensors again that they hold now as plain attributes.
+    """Returns a function that restores the tensors that modules now hold as plain attributes.
 
-    What a forward has written in place is not put back: for another number of rows it makes new tensors. Attributes
-    that are no tensors stay, too: the library notes there where it has put hooks.
+    Writes in place are not undone: for another number of rows a forward allocates new tensors. Other attributes are not
+    restored either: the library records there where it has registered hooks.
     """
     before = [(module, dict(vars(module))) for module in modules]
 
@@ -196,9 +197,9 @@ def undo_of_tensors(modules: Iterable[nn.Module]) -> Restore:
 
 
 def undo_of_random_numbers(only_torch: bool = False) -> Restore:
-    """Returns a function that puts the random numbers of torch, numpy and Python back to where they are now.
+    """Returns a function that restores the present random states of torch, numpy and Python.
 
-    only_torch: those of torch alone, in 2 µs instead of 100.
+    only_torch: saves only torch's, in 2 µs instead of 100.
     """
     undos: list[Restore] = [partial(torch.set_rng_state, torch.get_rng_state())]
     if torch.cuda.is_initialized():
@@ -215,7 +216,7 @@ def undo_of_random_numbers(only_torch: bool = False) -> Restore:
 
 
 def undo_of_attributes(objects: Iterable[Any]) -> Restore:
-    """Returns a function that gives objects the attributes that they have now; dictionaries and lists are copied."""
+    """Returns a function that restores the present attributes of objects; dictionaries and lists are copied."""
     states = []
     for changed in objects:
         attributes = getattr(changed, "__dict__", {})

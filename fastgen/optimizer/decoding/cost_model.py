@@ -1,8 +1,8 @@
 """Cost model: decides whether an optimisation is worthwhile; never affects results.
 
 A walk over all modules of a model takes milliseconds, as long as a tiny model takes for a token. So these decisions
-come before anything that looks at the modules, and rest on `size_of`, which remembers a model's size: it is looked up
-again only if the first weight has changed its type or device.
+come before anything that looks at the modules, and use `size_of`, which caches a model's size: it is measured again
+only if the dtype or device of the first weight has changed.
 
 Tests: tests/optimizer/decoding/test_cost_model.py
 """
@@ -24,9 +24,11 @@ from fastgen.optimizer.decoding.user_code import KnownCode
 
 @dataclass(frozen=True)
 class ModelSize:
-    """modules: how many. weights: elements that a token of a prefill is multiplied with. step: those of a decode step,
-    which has an output layer. large: elements of large weights that oneDNN may multiply with, on a CPU. bytes: of all
-    weights.
+    """The size of a model.
+
+    modules: their number. weights: elements of the weights that each token of a prefill is multiplied with. step: the
+    same for a decode step, with the output layer. large: elements of large weights for which oneDNN is an option, on a
+    CPU. bytes: of all weights.
     """
 
     modules: int
@@ -38,36 +40,37 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Thresholds, and the decisions that rest on them.
+    """Thresholds, and the decisions that use them.
 
-    Work is counted in multiply-adds: what takes as long as so many of them in a matrix product.
+    Work is measured in multiply-adds: the time of so many of them in a matrix product.
 
-    prefill_cost, prefill_cost_per_module: work that a prefill of one row per input costs (benchmarks/small.py).
+    prefill_cost, prefill_cost_per_module: the overhead of a prefill with one row per input (benchmarks/small.py).
 
-    min_saved_elements: of keys, per layer, on a CPU, from which a shared prompt is worth its second product (2 cores
-    break even near 0.5 million, benchmarks/ops.py). min_saved_bytes: of keys and values, per layer, on a
-    GPU in eager steps: more launches take 70 µs of the host, in which an H200 reads so much. min_saved_bytes_captured:
-    in a CUDA graph, with torch's products; min_saved_bytes_of_kernel: with those of `triton_attention`.
-    min_elements_in_place: of keys, per layer, from which it is worth a buffer, on a CPU, to write generated keys in
-    place instead of copying all keys at every step (beams break even near 0.2 million, samples near 0.03 million).
+    min_saved_elements: saved elements of keys, per layer, on a CPU, from which a shared prompt is worth its second
+    product (2 cores break even near 0.5 million, benchmarks/ops.py). min_saved_bytes: saved bytes of keys and values,
+    per layer, on a GPU in eager steps: the additional launches take 70 µs of the host, in which an H200 reads so much.
+    min_saved_bytes_captured: the same in a CUDA graph, with torch's products; min_saved_bytes_of_kernel: with
+    `triton_attention`. min_elements_in_place: elements of keys, per layer, on a CPU, from which writing generated keys
+    into a buffer is faster than copying all keys at every step (beams break even near 0.2 million, samples near 0.03
+    million).
 
-    min_capture_steps: shorter calls are not asked whether their steps can be captured: to fill a static cache and to
-    repeat one step takes the time of 1.7 steps, of which a replay saves 8 to 14 % (AMD EPYC, family 26).
-    steps_before_capture: of a call, because many end early. looks_back: earlier calls count as well, which had too few
-    steps for a graph, or have left one. capture_steps: that a new graph takes.
-    On a GPU a replay saves two thirds of a step, and a new graph costs what 12 eager steps do (H200, 8 layers):
+    min_capture_steps: calls with fewer steps are never captured: filling a static cache and repeating one step take the
+    time of 1.7 steps, of which a replay saves 8 to 14 % (AMD EPYC, family 26). steps_before_capture: steps that run
+    eagerly first, because many calls end early. looks_back: whether steps of earlier calls that had too few for a graph
+    count as well, and their graphs are used. capture_steps: the cost of a new graph, in steps.
+    On a GPU a replay saves two thirds of a step, and a new graph costs as much as 12 eager steps (H200, 8 layers):
     steps_before_capture_on_gpu, min_capture_steps_on_gpu: for a new graph; min_replays_on_gpu: for an existing graph.
-    saved_per_module: work that a replayed step saves, in Python, per module (ops/cpu_graph.py). rows_of_one_read: steps
-    of fewer rows take as long, since they read all weights.
+    saved_per_module: work in Python that a replayed step saves, per module (ops/cpu_graph.py). rows_of_one_read: steps
+    with fewer rows take as long as with so many, because they read all weights.
 
-    min_large_per_module: elements of large weights, per module, from which large products are so much of the work that
-    a microsecond for every call of torch does not matter; min_large: of all modules.
-    times_as_large_for_one_step: so many times min_large_per_module, for a call of one step.
+    min_large_per_module: elements of large weights, per module, from which large products dominate so much that a
+    microsecond for every call of torch does not matter; min_large: the same for all modules together.
+    times_as_large_for_one_step: a call of one step needs so many times min_large_per_module.
 
-    most_steps_of_tiny_call: a call of no more steps, whose prefill is too small to gain, runs without fastgen.
+    most_steps_of_tiny_call: a call with at most so many steps, whose prefill is too small to gain, bypasses fastgen.
 
-    min_leaving: the part of the rows that has to be finished for a batch to be compacted. min_steps_expected: for
-    which a batch is expected to go on.
+    min_leaving: the fraction of rows that must be finished for a batch to be compacted. min_steps_expected: the number
+    of further steps that must be expected then.
     """
 
     prefill_cost: int = 1 << 22
@@ -95,30 +98,30 @@ class CostModel:
 
     @property
     def shares(self) -> bool | None:
-        """Whether the user demands sharing (True) or forbids it (False); None where it is to be worthwhile."""
+        """Whether the user demands sharing (True) or forbids it (False); None if the cost model decides."""
         return {"always": True, "never": False}.get(CONFIG.share)
 
     def overhead_of_prefill_once(self, size: ModelSize) -> int:
-        """The fixed overhead of a prefill with one row per input, in multiply-adds that take as long."""
+        """Returns the fixed overhead of a prefill with one row per input, in multiply-adds that take as long."""
         return self.prefill_cost + self.prefill_cost_per_module * size.modules
 
     def should_prefill_once(self, size: ModelSize, saved_tokens: int) -> bool:
-        """Whether a prefill of one row per input, which computes `saved_tokens` fewer, gains more than it costs."""
+        """Whether a prefill of one row per input, which saves `saved_tokens` tokens, gains more than it costs."""
         if self.shares is not None:
             return self.shares
         return size.weights * saved_tokens >= self.overhead_of_prefill_once(size)
 
     def may_gain(self, size: ModelSize, tokens: int, steps: int) -> bool:
-        """Whether a call of at most so many steps, with at most so many tokens in its prefill, may gain anything."""
+        """Whether a call of at most so many steps, with at most so many tokens in its prefill, may be accelerated."""
         is_tiny = steps <= self.most_steps_of_tiny_call and not self.should_prefill_once(size, tokens)
         return not is_tiny or self.should_swap_forwards(size, steps)
 
     def should_split_prefix(self, size: ModelSize, saved_tokens: int) -> bool:
-        """Whether a forward more, which computes a common prefix once, and so `saved_tokens` fewer, is worth it."""
+        """Whether an additional forward for a common prefix, which saves `saved_tokens` tokens, is worthwhile."""
         return self.is_worth_a_forward(size, saved_tokens) if self.shares is None else self.shares
 
     def is_worth_a_forward(self, size: ModelSize, saved_tokens: int) -> bool:
-        """Whether `saved_tokens` fewer in a prefill take longer than a forward of few tokens."""
+        """Whether `saved_tokens` tokens of a prefill take longer than a forward of few tokens."""
         forward = size.step * self.rows_of_one_read + self.saved_per_module * size.modules
         return size.weights * saved_tokens >= self.overhead_of_prefill_once(size) + forward
 
@@ -127,8 +130,8 @@ class CostModel:
     ) -> bool:
         """Whether attention is faster with these keys `[inputs, kv_heads, length, head_dim]` stored once per input.
 
-        is_cross: they are those of cross-attention, which has one segment only. Where they are repeated instead, they
-        are still never reordered. is_captured: steps will be. Values are taken to be as wide as keys.
+        is_cross: whether they belong to cross-attention, which has only one segment. If repeated instead, they are
+        still never reordered. is_captured: whether steps will be captured. Values are assumed to be as wide as keys.
         """
         if self.shares is not None:
             return self.shares
@@ -142,7 +145,7 @@ class CostModel:
         return bool(saved >= (least // 4 if is_cross else least))
 
     def should_write_in_place(self, keys: Tensor, rows_per_input: int, limit: int) -> bool:
-        """Whether keys `[inputs, kv_heads, length, head_dim]`, repeated and then `limit` longer, are worth a buffer."""
+        """Whether a buffer is worthwhile for keys `[inputs, kv_heads, length, head_dim]` that grow by up to `limit`."""
         inputs, kv_heads, length, width = keys.shape
         elements = inputs * rows_per_input * kv_heads * (length + limit // 2) * width
         return bool(elements >= self.min_elements_in_place)
@@ -150,10 +153,10 @@ class CostModel:
     def should_capture(
         self, size: ModelSize, rows: int, steps: int, is_captured: bool, device_type: str = "cpu"
     ) -> bool:
-        """Whether replaying this model's step for so many rows saves twice what it costs, in so many steps.
+        """Whether so many replays of this model's step, for so many rows, save twice what the capture costs.
 
-        is_captured: there is a graph, which costs the step that it has to repeat in each call. With
-        FASTGEN_CUDA_GRAPHS=on the answer is yes.
+        is_captured: whether a graph exists: it only costs the step that each call repeats. Always true with
+        FASTGEN_CUDA_GRAPHS=on.
         """
         if CONFIG.cuda_graphs == "on":
             return True
@@ -164,32 +167,32 @@ class CostModel:
         return saved * steps >= 2 * step * (1 if is_captured else self.capture_steps)
 
     def steps_before(self, device: torch.device) -> int:
-        """How many steps run eagerly before one is captured."""
+        """Returns how many steps run eagerly before one is captured."""
         return self.steps_before_capture if device.type == "cpu" else self.steps_before_capture_on_gpu
 
     def least_steps(self, device: torch.device) -> int:
-        """How many steps a call has to have, for it to be asked whether they can be captured."""
+        """Returns how many steps a call must have for capturing to be considered."""
         return self.min_capture_steps if device.type == "cpu" else self.min_replays_on_gpu
 
     def should_swap_forwards(self, size: ModelSize, steps: int | None = None) -> bool:
-        """Whether large products that oneDNN may compute are what the model's time goes into.
+        """Whether the model spends its time in large products for which oneDNN is an option.
 
-        steps: of the call, if they are known. One alone has to gain what it takes to put forwards on all modules.
+        steps: of the call, if known. A single step must gain as much as it takes to swap the forwards of all modules.
         """
         least = self.min_large_per_module * size.modules * (self.times_as_large_for_one_step if steps == 1 else 1)
         return size.large >= max(least, self.min_large)
 
     def should_compact(self, size: ModelSize, leaving: int, rows: int, steps_done: int, steps_left: int) -> bool:
-        """Whether `leaving` of `rows` rows, which are finished, should leave the batch now.
+        """Whether the batch should drop its finished rows now, `leaving` of `rows`.
 
-        steps_left: at most; how many there will be is guessed from `steps_done`.
+        steps_left: the most steps that may follow; their expected number is estimated from `steps_done`.
         """
         steps = min(steps_left, max(steps_done, self.min_steps_expected))
         return leaving >= self.min_leaving * rows and self.should_prefill_once(size, leaving * steps)
 
 
-# The cost models of new calls. REPEATABLE: with FASTGEN_REPEATABLE=1. There a call goes over to a static cache, and to
-# replays, at the same steps whatever was called before: attention over padding, and fused kernels, round differently.
+# The cost models of new calls. REPEATABLE: with FASTGEN_REPEATABLE=1. It switches to a static cache, and to replays, at
+# the same steps whatever was called before, because attention over padding and fused kernels round differently.
 DEFAULT = CostModel()
 REPEATABLE = CostModel(looks_back=False)
 
@@ -198,23 +201,23 @@ def of_new_call() -> CostModel:
     return REPEATABLE if CONFIG.repeatable else DEFAULT
 
 
-# By the model: the module that has its first weight, and the name there; the type and device of that weight when the
-# size was measured, and the size.
+# For each model: the module that holds its first weight, and the weight's name there; and the weight's dtype and device
+# when the size was measured, and the size.
 _firsts: WeakKeyDictionary[nn.Module, tuple[Callable[[], Any], str]] = WeakKeyDictionary()
 _sizes: WeakKeyDictionary[nn.Module, tuple[Any, ModelSize]] = WeakKeyDictionary()
 
 
-def size_of(model: nn.Module, known: KnownCode) -> ModelSize:
-    """The size of the model, looked up again where its type or device has changed since the last call."""
-    first, found = first_weight(model), _sizes.get(model)
+def size_of(model: nn.Module, known_code: KnownCode) -> ModelSize:
+    """Returns the size of the model, measured again if its dtype or device has changed since the last call."""
+    first, cached = first_weight(model), _sizes.get(model)
     state = None if first is None else (first.dtype, first.device)
-    if found is None or found[0] != state:
-        found = _sizes[model] = state, _measured(model, known.encoder_of(model))
-    return found[1]
+    if cached is None or cached[0] != state:
+        cached = _sizes[model] = state, _measured(model, known_code.encoder_of(model))
+    return cached[1]
 
 
 def first_weight(model: nn.Module) -> Tensor | None:
-    """The model's first parameter as it is, None if it has none."""
+    """Returns the model's present first parameter, or None if it has none."""
     module, name = _firsts.get(model, (lambda: None, ""))
     if (owner := module()) is not None and (weight := owner._parameters.get(name)) is not None:
         return weight

@@ -1,4 +1,4 @@
-"""One decode step after the other: the state machine of a decoding loop, the same for all hosts.
+"""The decode steps of a loop: a state machine that is the same for all hosts.
 
     prefill ──> eager ──> capture ──> replay ─┐
                  │ ^         ^        │ ^     │  spare capacity used up: grow; inputs leave: compact
@@ -11,10 +11,10 @@
         └─> GraphCache ─┘  of the model, between calls
 
 Each call runs one step eagerly, and compares its logits with the graph's for the same tokens before it trusts a replay.
-A new graph is compared at the next step once more, which has other tokens (Seamless, "CUDA Graph"). Inputs are prepared
-at each step by the host; only the model's forward is captured. Knows no host library.
+A new graph is compared once more at the next step, with other tokens (Seamless, "CUDA Graph"). The host prepares the
+inputs of each step; only the model's forward is captured. This module knows no host library.
 
-A host gives, besides `runs_user_code`, which has to be cheap:
+A host implements, in addition to `runs_user_code`, which must be cheap:
 
     the forward   prefill, inputs, forward, logits_of
     the cache     content, view_of, use, leave
@@ -43,7 +43,7 @@ from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 from fastgen.patching import SwitchedOff, make_final, warn
 from fastgen.provenance import is_from_elsewhere
 
-EXPECTED = NotRepeatable, Diverged, torch.cuda.OutOfMemoryError  # what a capture raises if nothing is wrong
+EXPECTED = NotRepeatable, Diverged, torch.cuda.OutOfMemoryError  # expected errors of a capture: no warning
 
 
 class CannotPad(Exception):
@@ -51,17 +51,17 @@ class CannotPad(Exception):
 
 
 class DecodeStep(AbstractContextManager["DecodeStep"]):
-    """What a loop of `rows` rows asks the model, `rows_per_input` of them for each input.
+    """Runs the model for a loop of `rows` rows, `rows_per_input` of them for each input.
 
-    checks: the host's `CallChecks`. decoder: the part of the model that a step calls. max_length: of the tokens that a
-    row can reach. captures: steps are captured if they turn out to be fit; only then there are `graphs`, of the model.
-    steps: how many there were. since: how many of one token there were since the prefill, or since inputs left. graph:
-    the one in use, whose static cache holds the loop's keys and values; None while steps are eager. most: positions
-    that a row can generate. variant: what else a graph is captured for. rollback: puts back what the loop has changed,
-    for the host to begin anew.
+    checks: the host's `CallChecks`. decoder: the part of the model that a step calls. max_length: the most tokens that
+    a row can have. captures: whether steps may be captured; only then the model's `graphs` are set. steps: the number
+    of steps so far. since: the number of one-token steps since the prefill or the last compaction. graph: the graph in
+    use, whose static cache holds the loop's keys and values; None while steps are eager. most: the most positions that
+    a row can generate. variant: what else the key of a graph contains. rollback: restores what the loop has changed, so
+    that the host can start again.
 
-    The path of a step (the loop's cache or a static one, the forward or a replay) decides its last bits. With the cost
-    model's `looks_back` off it never depends on earlier calls.
+    The path of a step (the loop's cache or a static one, the forward or a replay) determines its last bits. If the cost
+    model's `looks_back` is off, it never depends on earlier calls.
     """
 
     host: str  # the package
@@ -69,74 +69,75 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
     def __init__(self, checks: Any, rows: int, rows_per_input: int, max_length: int, captures: bool) -> None:
         self.checks: Any = checks
         self.call: GenerateCall = checks.call
-        self.model, self.decoder, self.known = checks.model, checks.decoder, checks.known
+        self.model, self.decoder, self.known_code = checks.model, checks.decoder, checks.known_code
         self.rows, self.rows_per_input, self.max_length = rows, rows_per_input, max_length
         self.captures, self.rollback = captures, Rollback()
         self.steps = self.since = self.most = 0
         self.graph: CapturedGraph | None = None
-        self._holds_graphs = False  # no other call does
+        self._holds_graphs = False  # True: this call alone may use them
         self._key: tuple[Any, ...] = ()
         self.variant: Hashable = None
-        self._has_exact_lengths = False  # this call's inputs cannot be padded
-        self._is_unused = False  # the graph was not captured or replayed since its cache was filled
+        self._has_exact_lengths = False  # True: this call's inputs cannot be padded
+        self._is_unused = False  # True: the graph was not captured or replayed since its cache was filled
         if captures:
             self.graphs: GraphCache = graphs_of(self.model, first_weight(self.decoder))
-            self.call.on_exit.callback(self.end)  # what is registered later, the return of caches, is called before
+            self.call.on_exit.callback(self.end)  # called last: caches are returned first
 
     def prefill(self, tokens: Tensor) -> Any:
-        """The outputs of the first step, which adds keys and values of all tokens; None if it is like the others."""
+        """Returns the outputs of the first step, which adds all tokens to the cache; None if it is like the others."""
         return None
 
     @abstractmethod
     def inputs(self, tokens: Tensor, view: Any) -> dict[str, Any]:
-        """What `forward` gets for the token after tokens `[rows, length]`; CannotPad if masks cannot hide the padding.
+        """Returns the inputs of `forward` for the token after tokens `[rows, length]`.
 
-        view: of a static cache, which the inputs do not hold; None for the loop's own cache.
+        view: the view of a static cache, which the inputs do not contain; None for the loop's own cache. Raises
+        CannotPad if no mask can hide the padding.
         """
 
     @staticmethod
     @abstractmethod
     def forward(model: Any, inputs: dict[str, Any], view: Any) -> Any:
-        """The outputs of the model's forward; it adds one position to the cache of the view, or to the loop's own."""
+        """Returns the model's outputs; adds one position to the cache of the view, or to the loop's own."""
 
     @staticmethod
     @abstractmethod
     def logits_of(outputs: Any) -> Tensor:
-        """Returns the logits of outputs, by which two runs of a step are compared."""
+        """Returns the logits used to compare two runs of a step."""
 
     @abstractmethod
     def content(self, left: int) -> KVContent:
-        """What the loop's cache holds, to which `left` positions may be added; LeaveAlone if it cannot be static."""
+        """Returns the content of the loop's cache, which may grow by `left`; LeaveAlone if it cannot be static."""
 
     @abstractmethod
     def view_of(self, static: StaticKVCache) -> Any:
-        """What the model sees of a static cache. Does not keep the model alive."""
+        """Returns the model's view of a static cache, which must not keep the model alive."""
 
     @abstractmethod
     def use(self, static: StaticKVCache) -> None:
-        """Lets the loop read and write its keys and values in this cache."""
+        """Makes the loop read and write its keys and values in this cache."""
 
     @abstractmethod
     def leave(self, static: StaticKVCache) -> None:
-        """Lets eager steps go on with the keys and values in this cache, which no graph uses any more."""
+        """Makes eager steps continue with the keys and values in this cache, which no graph uses any more."""
 
     @cached_property
     @abstractmethod
     def runs_user_code(self) -> bool:
-        """Whether code of the program runs in each step: it may change the model."""
+        """Whether user code runs in each step: it may change the model."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *traceback: Any) -> None:
-        """Restores the loop's state after an error, for the host to begin anew.
+        """Restores the loop's state after an error, so that the host can start again.
 
-        User code must run only once: if any ran, the error reaches the caller.
+        User code must run only once: if any ran, the error is raised.
         """
         if not isinstance(error, Exception):
             return
-        if self._holds_graphs:  # they give their memory back
+        if self._holds_graphs:  # releases their memory
             self.graphs.entries.clear()
             self.graph = None
             self.end()
-        facts = self.call.facts_of(self.model, self.known)
+        facts = self.call.facts_of(self.model, self.known_code)
         is_callers = self.runs_user_code or facts.hooks or facts.user_code or is_from_elsewhere(error, self.host)
         if is_callers and not isinstance(error, SwitchedOff):
             make_final(error)
@@ -144,7 +145,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             self.rollback.restore()
 
     def run(self, tokens: Tensor) -> Any:
-        """The outputs of the next step for tokens `[rows, length]`; their tensors hold until the next one."""
+        """Returns the outputs of the next step for tokens `[rows, length]`; they are valid until the step after it."""
         self.steps += 1
         if self.steps == 1 and (outputs := self.prefill(tokens)) is not None:
             return outputs
@@ -161,7 +162,8 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
     def compact(self, batch_index: Tensor, rows: Tensor) -> None:
         """Drops the inputs that are not at `batch_index`; row i becomes what row `rows[i]` was (int64 both).
 
-        All inputs that stay have equally many of these rows, which are next to each other."""
+        Each remaining input has the same number of rows, which are adjacent.
+        """
         self.rows, self.since = rows.shape[0], 0
         self.rows_per_input = rows.shape[0] // batch_index.shape[0]
         if self.graph is not None:
@@ -174,7 +176,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
 
     @abstractmethod
     def compact_cache(self, batch_index: Tensor, rows: Tensor) -> None:
-        """Compacts the loop's own cache; arguments as for `compact`."""
+        """Compacts the loop's own cache; takes the arguments of `compact`."""
 
     def end(self) -> None:
         """Ends the call's use of the graphs, so that other calls may use them."""
@@ -185,7 +187,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             self._holds_graphs, self.graph = False, None
 
     def _start_captures(self, tokens: Tensor, expected: Tensor) -> None:
-        """Begins to capture steps with the next one, if that pays. expected: the logits of the last step."""
+        """Begins to capture steps with the next one, if that is worthwhile. expected: the logits of the last step."""
         costs, graphs, left = self.call.costs, self.graphs, self.max_length - tokens.shape[1]
         if reasons := self.checks.rows if self.call.has_changed(self.model) else ():
             self.captures = False
@@ -200,7 +202,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
                 self._first_capture(left, tokens, expected, wants_new)
             except LeaveAlone as left_alone:
                 self.graph, reasons = None, left_alone.reasons
-            except Exception as error:  # the loop's own cache is as it was
+            except Exception as error:  # the loop's own cache is unchanged
                 self.graph = None
                 self._refuse(error, warns=False)
                 reasons = graphs.refused
@@ -211,9 +213,9 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         self.call.report.add_reasons(STEPS, reasons)
 
     def _first_capture(self, left: int, tokens: Tensor, expected: Tensor, wants_new: bool) -> None:
-        """Takes or makes a graph and lets it repeat the step that has given `expected`; raises LeaveAlone.
+        """Takes or creates a graph and repeats the step that gave `expected` with it. Raises LeaveAlone.
 
-        If there is none for such a step as yet, and a new one is not wanted, that needs no reason.
+        LeaveAlone has no reasons if such a step has no graph yet, and a new one is not wanted.
         """
         graphs, content = self.graphs, self.content(left)
         if content.nbytes > (most_bytes := graphs.most_bytes_of_call):
@@ -224,8 +226,8 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         self.most = content.generated_length + left - 1  # the last token needs no keys
         content = content.without_last()
         key = graphs.key_of(content, self.most, self._has_exact_lengths, self.variant)
-        if wants_new or key in graphs.entries:  # otherwise there is no need to look at the model
-            graphs.set_state(self.call.facts_of(self.model, self.known))
+        if wants_new or key in graphs.entries:  # otherwise the model need not be checked
+            graphs.set_state(self.call.facts_of(self.model, self.known_code))
         if not wants_new and key not in graphs.entries:
             return
         graph = self._fill(content)
@@ -245,7 +247,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         self.use(graph.cache)
 
     def leave_captures(self, reason: Reason = MODEL_CHANGED) -> None:
-        """Makes the rest of the call eager, with a cache that is the host's own."""
+        """Makes the rest of the call eager, with the host's own cache."""
         self.call.report.add_reasons(STEPS, [reason])
         self.captures = False
         if self.graph is not None:
@@ -272,13 +274,13 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         return outputs
 
     def _wants_new_graph(self, left: int) -> bool:
-        """Whether a new graph pays for at most so many steps to come."""
-        costs, device, size = self.call.costs, self.graphs.device, size_of(self.decoder, self.known)
+        """Whether a new graph is worthwhile for at most `left` further steps."""
+        costs, device, size = self.call.costs, self.graphs.device, size_of(self.decoder, self.known_code)
         is_late = self.since >= costs.steps_before(device)
         return is_late and costs.should_capture(size, self.rows, left, False, device.type)
 
     def _attempt(self, graph: CapturedGraph, inputs: dict[str, Any]) -> Any:
-        """The outputs of a capture or a replay, or of the forward if it failed; None if the caller has to run it."""
+        """Returns the outputs of a capture, a replay or, if that failed, the forward; None: the caller must run it."""
         graphs, state = self.graphs, graph.state
         is_earlier, self._is_unused = self._is_unused and state is not GraphState.NEW, False
         if graphs.refused or state is GraphState.DROPPED:
@@ -292,13 +294,13 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
                 if not is_earlier:
                     raise
                 graph.drop()
-                return graph.capture(inputs, graphs.capture)  # the earlier call took another way
+                return graph.capture(inputs, graphs.capture)  # the earlier call took another branch
             if outputs is not None:
                 self.call.report.kernels[graphs.capture.name] += 1
             return outputs
         except Exception as error:
             graph.drop()
-            # If the function raises, too, the error is the caller's.
+            # If the function raises as well, the caller gets the error.
             outputs = None if isinstance(error, EXPECTED) else graph.function(inputs)
             # A graph that diverges before it is proven does so at every step. With `looks_back` off, proof by an
             # earlier call does not count.
@@ -308,7 +310,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             return outputs
 
     def _prove(self, graph: CapturedGraph, inputs: dict[str, Any]) -> Any:
-        """The outputs of the first replay if the function gives the same logits; otherwise None."""
+        """Returns the outputs of the first replay if the function gives the same logits, otherwise None."""
         expected = self.logits_of(graph.function(inputs))
         graph.cache.advance(0)
         outputs = graph.replay(inputs)
@@ -320,9 +322,9 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         return outputs
 
     def _refuse(self, cause: Exception | str, warns: bool = True) -> None:
-        """Drops the graph, and captures this model's steps no more; if nothing is wrong, there is no warning.
+        """Drops the graph, and stops capturing this model's steps; warns unless the cause is expected.
 
-        With `looks_back` off it holds for this call only, except for NotRepeatable, whose cause is the model's code.
+        If `looks_back` is off, this applies to this call only, except for NotRepeatable, which the model's code causes.
         """
         if self.graph is not None:
             self.graph.drop()
@@ -334,13 +336,13 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             warn(f"fastgen does not capture the decode steps of a model: {refused[0]}")
 
     def _change_to(self, content: KVContent) -> CapturedGraph:
-        """Goes on with this content in a static cache for it, a larger one or one of fewer rows."""
+        """Continues with this content in another static cache, a larger one or one with fewer rows."""
         graph = self._fill(content)
         self.use(graph.cache)
         return graph
 
     def _fill(self, content: KVContent) -> CapturedGraph:
-        """Copies the content to the static cache of a graph with room for more, which is the loop's from now on."""
+        """Copies the content into the larger static cache of a graph, which the loop uses from now on."""
         key = self.graphs.key_of(content, self.most, self._has_exact_lengths, self.variant)
         graph = self.graphs.entries.pop(key, None)
         if graph is None:

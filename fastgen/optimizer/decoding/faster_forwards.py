@@ -1,8 +1,8 @@
-"""Faster forwards on the modules of a model while `generate` runs.
+"""Faster forwards for a model's modules while `generate` runs.
 
-They are put on the modules for the time of the call and taken off again, so that whoever compiles, traces, copies or
-trains the model finds the library's own. A mode of torch would cost a microsecond for each of torch's functions: one is
-active only inside of attention of many queries.
+They are set on the modules for the time of the call and removed afterwards, so that code that compiles, traces, copies
+or trains the model meets the library's own. A torch function mode would cost a microsecond for each function of torch,
+so one is active only inside attention modules with many queries.
 
 Tests: tests/optimizer/decoding/test_faster_forwards.py
 """
@@ -31,21 +31,21 @@ from fastgen.provenance import packages_of
 
 _LOCK = threading.Lock()
 
-CACHED = 48 << 20  # bytes; more than caches hold
+CACHED = 48 << 20  # bytes, more than a CPU's caches hold
 
 
 @contextmanager
 def faster_forwards(
     call: GenerateCall, models: Mapping[nn.Module, Iterable[nn.Module]], forwards: dict[type[nn.Module], Forward]
 ) -> Iterator[None]:
-    """Inside this context, in this call, modules of these types have these forwards; the report counts their kernels.
+    """A context in which modules of these types have these forwards for one call; its report counts their kernels.
 
-    Modules of attention have one, too, see `FasterForward`. models: the modules of each model. A forward that the user
-    has put on a module stays.
+    Attention modules get one, too, see `FasterForward`. models: the modules of each model. A forward that user code has
+    set on a module is not replaced.
     """
     forwards = {kind: faster for kind, faster in forwards.items() if packages_of(kind.forward) == packages_of(kind)}
     attention_is_faster = not flash_attention.KERNELS[0].unsupported_reasons()
-    put_on: list[FasterForward] = []
+    swapped: list[FasterForward] = []
     with _LOCK:
         for module in itertools.chain(*models.values()):
             faster = forwards.get(type(module))
@@ -56,46 +56,46 @@ def faster_forwards(
                     forward = attributes["forward"] = FasterForward(module, faster)
                 if isinstance(forward, FasterForward):
                     forward.users += 1
-                    put_on.append(forward)
+                    swapped.append(forward)
     before, call.swapped = call.swapped, tuple(models)
     try:
         yield
     finally:
         call.swapped = before
         with _LOCK:
-            for forward in put_on:
+            for forward in swapped:
                 forward.users -= 1
                 attributes = vars(forward.module)
                 if not forward.users and attributes.get("forward") is forward:
                     del attributes["forward"]
 
 
-# By module: the number of threads and how its weight lies in memory, and the shapes for which BLAS is the fastest then.
+# For each module: the number of threads and the layout of its weight, and the shapes for which BLAS is fastest then.
 _blas_shapes: WeakKeyDictionary[nn.Module, tuple[Any, set[torch.Size]]] = WeakKeyDictionary()
 
 
 def _blas_shapes_of(module: nn.Module) -> set[torch.Size]:
-    """Returns the shapes that earlier calls have found for this module as it is."""
+    """Returns the shapes for which earlier calls found BLAS fastest, with the module's present weight and threads."""
     weight, layout = module._parameters.get("weight"), None
     if type(weight) in (Tensor, nn.Parameter) and weight.layout == torch.strided and not weight.is_nested:
         layout = weight.shape, weight.stride(), weight.dtype
-    found = _blas_shapes.get(module)
-    if found is None or found[0] != (torch.get_num_threads(), layout):
-        found = _blas_shapes[module] = (torch.get_num_threads(), layout), set()
-    return found[1]
+    cached = _blas_shapes.get(module)
+    if cached is None or cached[0] != (torch.get_num_threads(), layout):
+        cached = _blas_shapes[module] = (torch.get_num_threads(), layout), set()
+    return cached[1]
 
 
 def linears() -> dict[type[nn.Module], Forward]:
-    """The forward of `nn.Linear`, where this machine has one that may be faster, and torch's product is torch's own."""
+    """Returns the forward of `nn.Linear`, if this machine may have a faster one and torch's own is not replaced."""
     if cpu_linear.machine_reasons() or not isinstance(functional.linear, BuiltinFunctionType):
         return {}
     return {nn.Linear: multiply}
 
 
 def multiply(forward: FasterForward, rows: Tensor, call: GenerateCall, is_transposed: bool = False) -> Tensor | None:
-    """`rows @ weight.T + bias` in the fastest way, or None if that is BLAS; counted as "cpu_linear, WAY".
+    """Returns `rows @ weight.T + bias` by the fastest backend, counted as "cpu_linear, BACKEND"; None if that is BLAS.
 
-    is_transposed: the module's weight is `[in_features, out_features]`.
+    is_transposed: whether the module's weight is `[in_features, out_features]`.
     """
     weight, bias = forward.module.weight, forward.module.bias
     if is_transposed:
@@ -111,7 +111,7 @@ def multiply(forward: FasterForward, rows: Tensor, call: GenerateCall, is_transp
 
 
 def _read_before(weight: Tensor, models: Iterable[nn.Module]) -> list[Tensor]:
-    """Returns what is read between two products with this weight: other weights, as many as caches hold, or all."""
+    """Returns what a step reads between two products with this weight: other weights, at most `CACHED` bytes."""
     weights, nbytes = [], 0
     for other in (other for model in models for other in model.parameters()):
         if nbytes < CACHED and other.is_cpu and other.is_contiguous() and other.data_ptr() != weight.data_ptr():
@@ -121,17 +121,17 @@ def _read_before(weight: Tensor, models: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def has_faster_forward(module: nn.Module) -> bool:
-    """Whether a call of `generate`, of any thread, has put a forward on this module."""
+    """Whether a call of `generate`, in any thread, has set a forward on this module."""
     return isinstance(vars(module).get("forward"), FasterForward)
 
 
 class FasterForward:
     """The forward of one module while `users` calls of `generate` run; other threads get the library's result.
 
-    faster: returns the output for the one input of the module, or None for the library's forward to run. None for a
-    module of attention: the library's forward, in which `FlashAttention` is torch's attention of many queries.
-    blas_shapes: inputs for which BLAS is the fastest. To find that out takes 40 µs after a product that has emptied the
-    caches, some hundredths of a call in bf16.
+    faster: returns the output for the module's one input, or None to run the library's forward. None for an attention
+    module: the library's forward runs with `FlashAttention` in place of torch's attention of many queries.
+    blas_shapes: the input shapes for which BLAS is fastest. Asking again takes 40 µs after a product that has evicted
+    the caches, some percent of a call in bf16.
     """
 
     def __init__(self, module: nn.Module, faster: Forward | None) -> None:
@@ -150,14 +150,14 @@ class FasterForward:
         elif len(args) == 1 and {NoneType}.issuperset(map(type, kwargs.values())):
             rows = args[0]
             if (not isinstance(rows, Tensor) or rows.shape not in self.blas_shapes) and not is_watched():
-                with torch._C.DisableTorchFunction():  # else `FlashAttention` sees each look at a tensor
+                with torch._C.DisableTorchFunction():  # otherwise `FlashAttention` sees every attribute access
                     output = self.faster(self, rows, call)
                 if output is not None:
                     return output
         return original(self.module, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Lets copies and pickles of the module have the library's method in its place."""
+        """Replaces this forward by the library's method in copies and pickles of the module."""
         return getattr, (self.module, "forward")
 
 
@@ -166,10 +166,10 @@ _ATTENTION = frozenset({"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS
 
 @functools.lru_cache
 def attends(forward: Callable[..., Any]) -> bool:
-    """Whether this forward of a class calls torch's attention, by its name or by a registry of such functions."""
+    """Whether this forward of a class calls torch's attention, by name or through a registry of such functions."""
     code = getattr(inspect.unwrap(forward), "__code__", None)
     return code is not None and not _ATTENTION.isdisjoint(code.co_names)
 
 
-# Given the forward of a module, its input and the call: what it returns, or None to leave it to the library.
+# Takes the forward of a module, its input and the call; returns the output, or None to leave it to the library.
 Forward = Callable[[FasterForward, Tensor, GenerateCall], Tensor | None]

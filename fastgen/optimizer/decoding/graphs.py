@@ -1,8 +1,7 @@
-"""Captured decode steps, and whether those of a loop may be captured: on a GPU a CUDA graph, on a CPU the kernels one
-after the other.
+"""Captured decode steps, and the decision whether to capture the steps of a loop.
 
-Seamless, "CUDA Graph": one launch for all kernels of the text decoder's step. On a CPU the kernels are called without
-the Python in between (fastgen/ops/cpu_graph.py). Knows no host library.
+On a GPU a captured step is a CUDA graph, one launch for all kernels (Seamless, "CUDA Graph"). On a CPU the kernels are
+called without the Python in between (fastgen/ops/cpu_graph.py). This module knows no host library.
 
 Tests: tests/optimizer/decoding/test_graphs.py, tests/optimizer/test_cuda_twin.py, tests/gpu/
 """
@@ -33,12 +32,12 @@ from fastgen.optimizer.decoding.cost_model import first_weight, size_of
 from fastgen.optimizer.decoding.report import STEPS, TORCH_MODE, Reason, that_hold
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 
-# What the graphs of one model may hold between two calls, and the bytes of one: less in the memory of a CPU, of which
-# programs hold more for themselves.
+# The most graphs of one model between two calls, and the most bytes of all together: fewer on a CPU, whose memory
+# programs need for themselves.
 MOST_GRAPHS = 16
 MOST_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
 
-# Logits beyond it are those of tokens that a model rules out.
+# Larger logits belong to tokens that a model rules out.
 HUGE = 1e4
 
 Run = Callable[[], Any]
@@ -53,7 +52,7 @@ class CpuCapture:
     name = "decode step, captured"
 
     def capture(self, run: Run, rewind: Callable[[], None]) -> tuple[Any, Run, int, Reads]:
-        """Returns a replay's output, which the next one overwrites, the replay, the bytes that it keeps, what it reads.
+        """Returns a replay's output, which the next one overwrites, the replay, the bytes that it holds, and its reads.
 
         rewind: undoes what the function counts.
         """
@@ -65,10 +64,10 @@ class CpuCapture:
 
 
 class CudaCapture:
-    """Captures CUDA graphs in one pool of memory: they are replayed one after the other.
+    """Captures CUDA graphs in one memory pool, which they can share because no two replays overlap.
 
-    cuBLAS has a workspace for each stream. Where it is first asked for within a capture, it belongs to the pool; torch
-    frees it with any graph of that stream (pytorch#193402), so no other live capture shares the stream.
+    cuBLAS has a workspace for each stream. If it is first requested within a capture, it belongs to the pool, and torch
+    frees it with any graph of that stream (pytorch#193402); so no other live capture shares the stream.
     """
 
     name = "decode step, CUDA graph"
@@ -81,19 +80,19 @@ class CudaCapture:
         _captures.add(self)
 
     def capture(self, run: Run, rewind: Callable[[], None]) -> tuple[Any, Run, int, Reads]:
-        """Returns what `CpuCapture` does; the output is of a call before the capture, which compiles and loads kernels.
+        """Returns the same as `CpuCapture`, with the output of a warm-up call, which compiles and loads kernels.
 
-        The memory of graphs is the pool's, which they share. Raises NotRepeatable for what the host would wait for.
+        Graphs share the memory of the pool. Raises NotRepeatable for operations that the host would wait for.
         """
         with _capture_lock, torch.cuda.device(self.device):
             first = run()
             rewind()
-            if not self._graphs:  # torch has freed a pool whose graphs are all gone
+            if not self._graphs:  # torch frees a pool without graphs
                 self._pool = torch.cuda.graph_pool_handle()
             graph, calling = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             self.stream.wait_stream(calling)
             was_collecting = gc.isenabled()
-            gc.disable()  # what the collector destroys within a capture, such as another graph, would end the capture
+            gc.disable()  # if the collector destroyed another graph, for example, the capture would end
             try:
                 with torch.cuda.stream(self.stream):
                     graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -101,7 +100,7 @@ class CudaCapture:
                         with NoWaiting():
                             output = run()
                     except BaseException:
-                        with suppress(RuntimeError):  # that the capture was interrupted
+                        with suppress(RuntimeError):  # the capture was interrupted
                             graph.capture_end()
                         raise
                     graph.capture_end()
@@ -124,10 +123,10 @@ _captures: WeakSet[CudaCapture] = WeakSet()
 
 
 def _unused_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns a stream on which no live `CudaCapture` captures; torch hands out 32 of a priority in turns."""
+    """Returns a stream on which no live `CudaCapture` captures; torch hands out 32 streams of a priority in turn."""
     used = {capture.stream.cuda_stream for capture in _captures}
     for _ in range(32):
-        stream = torch.cuda.Stream(device, priority=-1)  # programs rarely ask for these
+        stream = torch.cuda.Stream(device, priority=-1)  # programs rarely use this priority
         if stream.cuda_stream not in used:
             break
     return stream
@@ -143,25 +142,26 @@ class GraphState(Enum):
 class CapturedGraph:
     """One captured step: copies its inputs to static buffers, and replays.
 
-    It owns no KV buffers: those are of `cache`, which it keeps alive and neither makes, fills, moves nor grows; a
-    replay appends to it, and `capture` and `drop` set its write position back. It decides nothing: `DecodeStep` says
-    when to capture, replay or drop it, and whether its output can be trusted.
+    It owns no KV buffers: these belong to `cache`, which it keeps alive, but does not create, fill, move or grow; a
+    replay appends to it, and `capture` and `drop` reset its write position. It decides nothing: `DecodeStep` says when
+    to capture, replay or drop it, and whether its output can be trusted.
 
-    function: of nested inputs, adds one position to `cache`. view: what a host sees of `cache`. nbytes: that it holds.
+    function: takes nested inputs and adds one position to `cache`. view: the host's view of `cache`. nbytes: the bytes
+    that the graph holds.
     """
 
     def __init__(self, function: Callable[[Any], Any], cache: StaticKVCache, view: Any = None) -> None:
         self.function, self.cache, self.view = function, cache, view
         self.state, self.nbytes = GraphState.NEW, 0
         self.buffers: list[Any] = []  # the leaves of the inputs
-        self._structure: Any = None  # of the inputs
-        self._unread: set[int] = set()  # of these: they are the caller's tensors, where an output may be one of them
-        self._copied: dict[int, tuple[Any, int | None]] = {}  # of each leaf: what was copied in last, its version
+        self._structure: Any = None  # how the leaves are nested in the inputs
+        self._unread: set[int] = set()  # leaves that no kernel reads: buffers are the caller's tensors, for outputs
+        self._copied: dict[int, tuple[Any, int | None]] = {}  # for each leaf, the tensor last copied and its version
         self._replay: Run | None = None
 
     def capture(self, inputs: Any, capture: CpuCapture | CudaCapture) -> Any:
-        """Captures the function with inputs like these, anew if it was before; returns what it gives for them."""
-        self.state = GraphState.DROPPED  # unless nothing interrupts
+        """Captures the function with inputs like these, replacing an earlier capture; returns its output for them."""
+        self.state = GraphState.DROPPED  # in case of an interruption
         leaves, structure = tree_flatten(inputs)
         self._structure, self._unread, self._copied = structure, set(), {}
         self.buffers = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -179,12 +179,12 @@ class CapturedGraph:
         return output
 
     def drop(self) -> None:
-        """Ends all replays; the write position goes back, so that a discarded attempt leaves no trace."""
+        """Ends all replays, and resets the write position, so that a discarded attempt leaves no trace."""
         self.state, self._replay = GraphState.DROPPED, None
         self.cache.advance(0)
 
     def fitting_leaves(self, inputs: Any) -> Any:
-        """Returns the leaves of these inputs; None if it was captured with inputs of other kinds."""
+        """Returns the leaves of these inputs; None if the graph was captured with inputs of other shapes or types."""
         leaves, structure = tree_flatten(inputs)
         if structure != self._structure:
             return None
@@ -197,7 +197,7 @@ class CapturedGraph:
         return leaves
 
     def replay(self, inputs: Any) -> Any:
-        """The output for these inputs, which the next replay overwrites; None if it was captured with other kinds."""
+        """Returns the output for these inputs, which the next replay overwrites; None if `fitting_leaves` is None."""
         leaves = self.fitting_leaves(inputs)
         if self._replay is None or leaves is None:
             self.drop()
@@ -205,8 +205,8 @@ class CapturedGraph:
         for index, (leaf, buffer) in enumerate(zip(leaves, self.buffers)):
             if index in self._unread:
                 buffer.set_(leaf)
-            elif isinstance(leaf, Tensor):  # this very tensor, such as the states of an encoder, may be there already
-                version = None if leaf.is_inference() else leaf._version  # whether it was written since
+            elif isinstance(leaf, Tensor):  # the same tensor, such as encoder states, may be in the buffer already
+                version = None if leaf.is_inference() else leaf._version  # tells whether it was written since
                 copied, copied_version = self._copied.get(index, (None, None))
                 if version is None or version != copied_version or copied() is not leaf:
                     self._copied[index] = ref(leaf), version
@@ -214,20 +214,19 @@ class CapturedGraph:
         return self._replay()
 
     def end_call(self) -> None:
-        """Lets go of the caller's tensors."""
+        """Releases the caller's tensors."""
         for index in self._unread:
             buffer = self.buffers[index]
             buffer.set_(buffer.new_empty(1).expand(buffer.shape))
 
 
 class GraphCache:
-    """The captured steps of one model of one type on one device; the least recently used goes first.
+    """The captured steps of one model in one dtype on one device; the least recently used is dropped first.
 
     It decides nothing either. A call that holds `in_use` takes graphs out of `entries` and puts them back, so that
-    calls with the same shapes use them one after the other. refused: why none is to be captured any more.
-    has_exact_lengths: no masks hide what makes other lengths equal, which on a CPU in half precision could change which
-    of close logits is the largest. steps_without: by the number of rows, steps of earlier calls that were too few for a
-    graph of their own.
+    calls with the same shapes take turns. refused: why no more graphs are captured. has_exact_lengths: whether prompts
+    are never padded to a common length: on a CPU in half precision, masked padding could change which of two close
+    logits is larger. steps_without: for each number of rows, the steps of earlier calls that had too few for a graph.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -241,18 +240,18 @@ class GraphCache:
         self._state: Any = None
 
     def set_state(self, state: Any) -> None:
-        """Drops what was captured when the model's state was another."""
+        """Drops graphs that were captured in another state of the model."""
         if state is not self._state:
             self.entries.clear()
             self._state = state
 
     def key_of(self, content: KVContent, most: int, exact_lengths: bool, variant: Hashable) -> tuple[Any, ...]:
-        """Returns the key of a step with `most` positions for each row, of which the last part is the cache's spec."""
+        """Returns the key of a step with `most` positions per row; its last item is the spec of the cache."""
         return variant, torch_settings(), content.spec(most, exact_lengths or self.has_exact_lengths)
 
     @property
     def most_bytes_of_call(self) -> int:
-        """The largest static cache that a call may have: half of the memory that is free, as it begins with a copy."""
+        """The most bytes of a static cache: half of the free memory, because filling it copies the content."""
         if self.device.type != "cuda":
             return self.most_bytes
         free, _ = torch.cuda.mem_get_info(self.device)
@@ -260,7 +259,7 @@ class GraphCache:
         return int(free + unused) // 2
 
     def put(self, key: Hashable, graph: CapturedGraph) -> None:
-        """Stores it for other calls; drops those that were not used for longest, if there are too many."""
+        """Stores a graph for other calls; drops the least recently used ones if there are too many."""
         if graph.state in (GraphState.CAPTURED, GraphState.PROVEN) and graph.nbytes <= self.most_bytes:
             graph.end_call()
             self.entries[key] = graph
@@ -268,28 +267,28 @@ class GraphCache:
             self.entries.popitem(last=False)
 
 
-_known: WeakKeyDictionary[nn.Module, GraphCache] = WeakKeyDictionary()
+_graph_caches: WeakKeyDictionary[nn.Module, GraphCache] = WeakKeyDictionary()
 
 
 def graphs_of(model: nn.Module, weight: Tensor) -> GraphCache:
-    """Returns a model's graphs; drops those captured with weights of another dtype or device, which they would keep.
+    """Returns a model's graph cache; drops graphs captured with another dtype or device, which would hold old weights.
 
-    weight: one of those that a step reads.
+    weight: any weight that a step reads.
     """
-    cache = _known.get(model)
+    cache = _graph_caches.get(model)
     if cache is None or (cache.device, cache.dtype) != (weight.device, weight.dtype):
-        cache = _known[model] = GraphCache(weight.device, weight.dtype)
+        cache = _graph_caches[model] = GraphCache(weight.device, weight.dtype)
     return cache
 
 
 def torch_settings() -> tuple[Any, ...]:
-    """The settings of torch that decide which kernels run, or who may write tensors: inference mode marks them."""
+    """Returns torch's settings that determine which kernels run, and who may write tensors (inference mode)."""
     cuda = torch.backends.cuda
     attention = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
     modes = torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
     types = torch.get_default_dtype(), torch.get_num_threads()
     backends: Any = torch.backends
-    if hasattr(backends, "fp32_precision"):  # one per operation: to read the common switch may raise if they differ
+    if hasattr(backends, "fp32_precision"):  # one per operation: reading the common one may raise if they differ
         operations = backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv
         precisions = tuple(map(attrgetter("fp32_precision"), operations))
     else:  # before torch 2.9
@@ -297,19 +296,19 @@ def torch_settings() -> tuple[Any, ...]:
     return *modes, CONFIG.cuda_kernels, *precisions, *types, *attention
 
 
-def differs_sync(found: Tensor, expected: Tensor) -> bool:
-    """Whether logits of a step differ by more than rounding explains; what is set to a huge number only has to be."""
-    found, expected = found.clamp(-HUGE, HUGE), expected.clamp(-HUGE, HUGE)
+def differs_sync(logits: Tensor, expected: Tensor) -> bool:
+    """Whether a step's logits differ by more than rounding explains; numbers beyond `HUGE` need not be equal."""
+    logits, expected = logits.clamp(-HUGE, HUGE), expected.clamp(-HUGE, HUGE)
     largest = expected.masked_fill(expected.abs() == HUGE, 0).nan_to_num().abs().max().item()
     atol = tolerance("logits", expected.dtype) * largest
-    return found.shape != expected.shape or not torch.allclose(found, expected, rtol=0, atol=atol, equal_nan=True)
+    return logits.shape != expected.shape or not torch.allclose(logits, expected, rtol=0, atol=atol, equal_nan=True)
 
 
-# Whether to capture the steps of a loop.
+# The decision whether to capture the steps of a loop.
 
 
 def reason_of(cause: Exception | str, model: nn.Module) -> Reason:
-    """Returns why steps stay eager, for an error of the capture or of the host's code for static caches."""
+    """Returns why steps stay eager after an error of the capture or of the host's code for static caches."""
     if isinstance(cause, torch.cuda.OutOfMemoryError):
         return Reason("OUT_OF_MEMORY", "out of memory for static buffers")
     is_expected = isinstance(cause, (str, NotRepeatable, Diverged))
@@ -319,7 +318,7 @@ def reason_of(cause: Exception | str, model: nn.Module) -> Reason:
 
 
 def unwanted_reasons(call: GenerateCall, device: torch.device, steps: int) -> list[Reason]:
-    """Why so many steps are not captured whatever the model is; empty if they may be."""
+    """Returns why so many steps are not captured, whatever the model; empty if they may be."""
     if CONFIG.cuda_graphs == "off":
         return [Reason("CAPTURE_OFF", "FASTGEN_CUDA_GRAPHS=off")]
     if device.type not in ("cuda", "cpu"):
@@ -332,26 +331,26 @@ def unwanted_reasons(call: GenerateCall, device: torch.device, steps: int) -> li
     if is_transformed() or is_watched():
         return [TORCH_MODE]
     if device.type == "cuda" and torch.cuda.current_stream(device).cuda_stream:
-        return [Reason("CUDA_STREAM", "the program computes on a stream other than the default")]
+        return [Reason("CUDA_STREAM", "user code computes on a stream other than the default")]
     return []
 
 
 def can_capture(checks: Any, rows: int, steps: int) -> bool:
-    """Whether a loop of at most so many steps of so many rows should try to; adds to the report why not.
+    """Whether to try capturing a loop of at most so many steps of so many rows; adds to the report why not.
 
-    checks: the host's `CallChecks`. The cheap ones come first, those that look at all modules last: `capture` has what
-    the call's arguments tell, `rows` what the model's code tells. decoder: the model, or the part that a step calls.
+    checks: the host's `CallChecks`. Cheap checks come first, those that look at all modules last: `capture` checks the
+    call's arguments, `rows` the model's code. checks.decoder: the model, or the part that a step calls.
     """
     call, decoder = checks.call, checks.decoder
     if (weight := first_weight(decoder)) is None:  # it computes nothing
         return False
-    device, size = weight.device, size_of(decoder, checks.known)
+    device, size = weight.device, size_of(decoder, checks.known_code)
     reasons = unwanted_reasons(call, device, steps) or graphs_of(checks.model, weight).refused or checks.capture
     if not reasons and not call.costs.should_capture(size, rows, steps, is_captured=True, device_type=device.type):
         text = f"{steps} steps of {rows} rows would save less than the capture costs"
         reasons = [Reason("NOT_WORTH_CAPTURING", text)]
     if not (reasons := reasons or checks.rows):
-        facts = call.facts_of(checks.model, checks.known)
+        facts = call.facts_of(checks.model, checks.known_code)
         is_split = len(facts.devices) > 1 and not facts.is_sharded
         reasons = that_hold(
             ("SHARDED", "parts of the model are sharded, and gathered in each step", facts.is_sharded),

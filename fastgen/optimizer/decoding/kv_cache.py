@@ -2,13 +2,13 @@
 
 For B inputs with M rows (beams or samples) each:
 
-    layer             prompt: segments that no step writes        generated: `Generated`, for all layers that are alike
-    0   self          prefix [1, H, P, D], prompt [B, H, S, D]    [layers, B*M, H, capacity, D], of which `lengths` are
-    ...                                                           there; buffers grow towards `limit`
+    layer             prompt: segments that no step writes        generated: a `Generated` for all layers that are alike
+    0   self          prefix [1, H, P, D], prompt [B, H, S, D]    [layers, B*M, H, capacity, D], filled up to `lengths`;
+    ...                                                           buffers grow towards `limit`
     n   cross         encoder's output [B, H, S, D]               (nothing is added)
 
-FastSeq §4.1. A captured step has a `StaticKVCache` (static_kv_cache.py), which begins with this one's `content`. Both
-hosts use it; it knows none.
+See FastSeq §4.1. A captured step uses a `StaticKVCache` (static_kv_cache.py), filled with this cache's `content`. Both
+hosts use this module; it knows none.
 
 Tests: tests/optimizer/decoding/test_kv_cache.py
 """
@@ -35,10 +35,10 @@ FIRST_CAPACITY = 32
 class Generated:
     """Keys and values of each row, in layers that are alike: one buffer for all keys, one for all values.
 
-    limit: positions that a row can reach; the buffers grow towards it instead of starting there, because many hosts
-    allow far more positions than are used. lengths: positions of each layer. unmoved: how many of the first ones are
-    equal in all rows of an input, so that no reorder has to move them. by_layer: keys and values of each layer,
-    `[rows, kv_heads, capacity, head_dim]`. buffers: of which these are views, `[layers, rows, kv_heads, capacity,
+    limit: the most positions of a row; the buffers grow towards it instead of starting there, because many hosts allow
+    far more positions than are used. lengths: the number of positions in each layer. unmoved: how many of the first
+    positions are equal in all rows of an input, so that reorders need not move them. by_layer: keys and values of each
+    layer, `[rows, kv_heads, capacity, head_dim]`, views of buffers. buffers: `[layers, rows, kv_heads, capacity,
     head_dim]`; empty before the first `append`.
     """
 
@@ -49,7 +49,7 @@ class Generated:
         self.by_layer: list[KV] = []
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Writes keys and values `[rows, kv_heads, new_length, head_dim]` after those that are there."""
+        """Appends keys and values `[rows, kv_heads, new_length, head_dim]` to a layer."""
         start = self.lengths[layer]
         end = start + keys.shape[2]
         if not self.buffers or end > self.buffers[0].shape[3]:
@@ -60,11 +60,11 @@ class Generated:
         self.lengths[layer] = end
 
     def read(self, layer: int) -> KV:
-        """Returns what is there, `[rows, kv_heads, length, head_dim]`, as views; not before an `append`."""
+        """Returns a layer's keys and values `[rows, kv_heads, length, head_dim]` as views, once any were appended."""
         return cut(self.by_layer[layer], 0, self.lengths[layer])
 
     def reorder(self, beam_idx: Tensor, layers: slice = slice(None)) -> None:
-        """Makes row i what row `beam_idx[i]` (int64 or int32, `[rows]`) of the same input was, in these layers."""
+        """Overwrites row i with row `beam_idx[i]` of the same input in these layers; beam_idx: int32 or int64."""
         length = max(self.lengths[layers])
         if length <= self.unmoved:
             return
@@ -73,7 +73,7 @@ class Generated:
         move_rows([buffer[layers, :, :, self.unmoved : length] for buffer in self.buffers], beam_idx)
 
     def compact(self, rows: Tensor) -> None:
-        """Makes row i what row `rows[i]` (int64) was; the others are dropped."""
+        """Overwrites row i with row `rows[i]` (int64), and drops the other rows."""
         if not self.buffers:
             return
         index = rows.tolist() if rows.device.type == self.buffers[0].device.type == "cpu" else []
@@ -92,7 +92,7 @@ class Generated:
         self.by_layer = list(zip(*map(torch.unbind, buffers)))
 
     def _move(self, like: KV, capacity: int, rows: Tensor | None = None) -> None:
-        """Takes buffers of this capacity, with these rows or with all; like: keys and values of one layer."""
+        """Moves these rows, or all, to buffers of this capacity; like: keys and values of one layer."""
         used, buffers = max(self.lengths), []
         for which, states in enumerate(like):
             count, heads, _, width = states.shape
@@ -106,7 +106,7 @@ class Generated:
 
 
 def _are_held_elsewhere(buffers: list[Tensor]) -> bool:
-    """Whether somebody else holds a view of them, such as a model that remembers its keys, or torch does not tell."""
+    """Whether other code, such as a model that stores its keys, holds a view of the buffers, or torch cannot tell."""
     most = _holders_of_new_buffer(len(buffers[0]))
     return most is None or any(_holders(buffer) > most for buffer in buffers)
 
@@ -117,7 +117,7 @@ def _holders(buffer: Tensor) -> int:
 
 @functools.cache
 def _holders_of_new_buffer(layers: int) -> int | None:
-    """How many hold a buffer that only its layers are views of, which differs between versions of torch."""
+    """Returns the reference count of a buffer that only its layers view, which differs between versions of torch."""
     if not hasattr(torch._C, "_storage_Use_Count"):
         return None
     buffer = torch.empty(layers, 1)
@@ -127,7 +127,7 @@ def _holders_of_new_buffer(layers: int) -> int | None:
 
 @dataclass
 class LayerKV:
-    """generated, index: where that lies which is added; None if nothing is. view: what was read of the content."""
+    """One layer. generated, index: where new positions are stored; None if none are. view: the result of `read`."""
 
     generated: Generated | None
     index: int
@@ -137,11 +137,11 @@ class LayerKV:
 class KVCache:
     """Keys and values of all layers of a decoder, for `inputs * rows_per_input` rows, see the drawing above.
 
-    prompts: of each layer the segments `[copies, kv_heads, length, head_dim]` that no step writes. usage: counts the
+    prompts: for each layer, the segments `[copies, kv_heads, length, head_dim]` that no step writes. usage: counts the
     operations on keys and values in segments, see `SegmentedKV`.
     """
 
-    bounds = None  # of `StaticKVCache`: nothing has to be hidden
+    bounds = None  # see `StaticKVCache`: here no position is hidden
 
     def __init__(self, inputs: int, rows_per_input: int, usage: Counter[str] | None = None) -> None:
         self.rows, self.rows_per_input = inputs * rows_per_input, rows_per_input
@@ -152,7 +152,7 @@ class KVCache:
 
     @classmethod
     def of(cls, content: KVContent, limit: int) -> KVCache:
-        """Begins with the content of another cache; limit: how many positions each row can have generated."""
+        """Returns a cache with the content of another one; limit: the most generated positions of a row."""
         cache, growing = cls(content.rows // content.rows_per_input, content.rows_per_input), len(content.generated)
         cache.add_layers(content.prompts[:growing], limit)
         cache.add_layers(content.prompts[growing:], None)
@@ -162,9 +162,9 @@ class KVCache:
         return cache
 
     def add_layers(self, prompts: Sequence[tuple[KV, ...]], limit: int | None) -> range:
-        """Adds layers that are alike, with these prompts; returns their numbers. Those without a limit come last.
+        """Adds layers that are alike, with these prompts, and returns their numbers.
 
-        limit: how many positions can be added to each row; None if none are.
+        limit: the most positions that can be added to each row; None for layers that do not grow, which come last.
         """
         first, generated = len(self.layers), None
         if limit is not None:
@@ -176,71 +176,71 @@ class KVCache:
         return range(first, len(self.layers))
 
     def repeat_prompt(self, layer: int) -> None:
-        """Stores the last segment of a prompt for each row, before anything is generated; of all layers alike."""
-        one = self.layers[layer]
+        """Stores the last segment of a prompt once per row, before anything is generated; called for each layer."""
+        layer_kv = self.layers[layer]
         *others, (keys, values) = self.prompts[layer]
         count = self.rows // keys.shape[0]
         pair = keys.repeat_interleave(count, dim=0), values.repeat_interleave(count, dim=0)
-        self.prompts[layer] = (*others, pair) if one.generated is None else tuple(others)
-        if one.generated is not None:
-            one.generated.append(one.index, *pair)
-            one.generated.unmoved = pair[0].shape[2]
+        self.prompts[layer] = (*others, pair) if layer_kv.generated is None else tuple(others)
+        if layer_kv.generated is not None:
+            layer_kv.generated.append(layer_kv.index, *pair)
+            layer_kv.generated.unmoved = pair[0].shape[2]
 
     def branch(self, rows_per_input: int, shares: bool, limit: int) -> None:
-        """Makes an input of each row: `rows_per_input` rows, which have in common what was added to it.
+        """Turns each row into an input of `rows_per_input` rows, which share the positions that were added to it.
 
-        shares: that is a segment of the prompt from now on; otherwise it is stored for each of the rows. limit: how
-        many positions can be added to each.
+        shares: whether these become a segment of the prompt; otherwise they are stored once per row. limit: the most
+        positions that can be added to each row.
         """
         self.rows_per_input = rows_per_input
         if rows_per_input == 1:
             return
         self.rows *= rows_per_input
         branched: dict[Generated, Generated] = {}
-        for layer, one in enumerate(self.layers):
+        for layer, layer_kv in enumerate(self.layers):
             self._invalidate(layer)
-            if (added := one.generated) is not None:
-                self.prompts[layer] += (tuple(states.contiguous() for states in added.read(one.index)),)
-                length = 0 if shares else added.lengths[one.index]
-                one.generated = branched.setdefault(added, Generated(len(added.lengths), limit + length))
+            if (added := layer_kv.generated) is not None:
+                self.prompts[layer] += (tuple(states.contiguous() for states in added.read(layer_kv.index)),)
+                length = 0 if shares else added.lengths[layer_kv.index]
+                layer_kv.generated = branched.setdefault(added, Generated(len(added.lengths), limit + length))
                 if not shares:
                     self.repeat_prompt(layer)
         self.generated = list(branched.values())
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Adds what each row has computed, `[rows, kv_heads, new_length, head_dim]`."""
-        one = self.layers[layer]
-        if one.view is not None:
+        """Appends the keys and values of each row, `[rows, kv_heads, new_length, head_dim]`, to a layer."""
+        layer_kv = self.layers[layer]
+        if layer_kv.view is not None:
             self._invalidate(layer)
-        generated = one.generated or self._materialize(layer)  # to a layer that never grows a model has added something
-        generated.append(one.index, keys, values)
+        generated = layer_kv.generated or self._materialize(layer)  # the model appends to a layer that should not grow
+        generated.append(layer_kv.index, keys, values)
 
     def segments(self, layer: int) -> tuple[KV, ...]:
-        """Returns what attention sees: the prompt's segments, and `[rows, kv_heads, length, head_dim]`."""
-        one, prompt = self.layers[layer], self.prompts[layer]
-        if one.generated is None or not one.generated.lengths[one.index]:
+        """Returns what attention sees: the prompt's segments, and the generated one, with a copy per row."""
+        layer_kv, prompt = self.layers[layer], self.prompts[layer]
+        if layer_kv.generated is None or not layer_kv.generated.lengths[layer_kv.index]:
             return prompt
-        return *prompt, one.generated.read(one.index)
+        return *prompt, layer_kv.generated.read(layer_kv.index)
 
     def read(self, layer: int) -> KV:
         """Returns keys and values `[rows, kv_heads, length, head_dim]`; the same tensors until the next change."""
-        one = self.layers[layer]
-        if one.view is not None:
+        layer_kv = self.layers[layer]
+        if layer_kv.view is not None:
             if not self.was_materialized(layer):
-                return one.view
+                return layer_kv.view
             self._invalidate(layer)
         keys, values = in_segments(self.segments(layer), self.rows, self.usage)
         if isinstance(keys, SegmentedKV) and isinstance(values, SegmentedKV):
-            one.view = keys, values
+            layer_kv.view = keys, values
         return keys, values
 
     def was_materialized(self, layer: int) -> bool:
-        """Whether the present keys or values were needed in one piece, which may have been written into."""
+        """Whether the present keys or values were materialized, and so may have been written by other code."""
         view = self.layers[layer].view
         return view is not None and (view[0].memory is not None or view[1].memory is not None)
 
     def length(self, layer: int) -> int:
-        """Returns how many positions the layer holds."""
+        """Returns the number of positions in the layer."""
         return length_of(self.segments(layer))
 
     def copy(self, layer: int) -> KV:
@@ -250,7 +250,7 @@ class KVCache:
         return tuple(materialized(segments, self.rows) for segments in zip(*self.segments(layer)))
 
     def drop(self, layer: int, count: int) -> bool:
-        """Forgets the first `count` positions; False if they are not all of the first segment, of which some stay."""
+        """Drops the first `count` positions; returns False if the first segment does not have more than these."""
         self._invalidate(layer)
         prompt = self.prompts[layer]
         if not prompt or count >= prompt[0][0].shape[2]:
@@ -259,20 +259,20 @@ class KVCache:
         return True
 
     def reorder(self, beam_idx: Tensor, layer: int | None = None) -> None:
-        """Gives row i what row `beam_idx[i]` of the same input has, in all layers or in this one."""
-        for index, one in enumerate(self.layers):
-            if one.view is not None and one.generated is not None and layer in (None, index):
+        """Overwrites row i with row `beam_idx[i]` of the same input, in all layers or in one."""
+        for index, layer_kv in enumerate(self.layers):
+            if layer_kv.view is not None and layer_kv.generated is not None and layer in (None, index):
                 self._invalidate(index)
         if layer is None:
             for generated in self.generated:
                 generated.reorder(beam_idx)
-        elif (one := self.layers[layer]).generated is not None:
-            one.generated.reorder(beam_idx, slice(one.index, one.index + 1))
+        elif (layer_kv := self.layers[layer]).generated is not None:
+            layer_kv.generated.reorder(beam_idx, slice(layer_kv.index, layer_kv.index + 1))
 
     def compact(self, batch_index: Tensor, rows: Tensor) -> None:
         """Drops the inputs that are not at `batch_index`; row i becomes what row `rows[i]` was (int64 both).
 
-        All inputs that stay have equally many of these rows, which are next to each other.
+        Each remaining input has the same number of rows, which are adjacent.
         """
         for layer in range(len(self.layers)):
             self._invalidate(layer)
@@ -283,15 +283,15 @@ class KVCache:
         self.rows, self.rows_per_input = len(rows), len(rows) // len(batch_index)
 
     def content(self) -> KVContent:
-        """Returns what is there, as views, to be loaded into a static cache; raises LeaveAlone."""
+        """Returns the content as views, to be loaded into a static cache. Raises LeaveAlone if that is impossible."""
         generated: list[KV] = []
-        for layer, one in enumerate(self.layers):
+        for layer, layer_kv in enumerate(self.layers):
             if self.was_materialized(layer):
                 raise LeaveAlone([Reason("MATERIALIZED", "the model materializes its keys")])
-            if not (self.prompts[layer] if one.generated is None else one.generated.lengths[one.index]):
+            if not (self.prompts[layer] if layer_kv.generated is None else layer_kv.generated.lengths[layer_kv.index]):
                 raise LeaveAlone([LAYER_EMPTY])
-            if one.generated is not None:
-                generated.append(one.generated.read(one.index))
+            if layer_kv.generated is not None:
+                generated.append(layer_kv.generated.read(layer_kv.index))
         unmoved = min(map(attrgetter("unmoved"), self.generated), default=0)
         content = KVContent(self.rows, self.rows_per_input, tuple(self.prompts), generated, unmoved)
         content.require_alike()
@@ -304,12 +304,12 @@ class KVCache:
         self.layers[layer].view = None
 
     def _materialize(self, layer: int) -> Generated:
-        """Stores a layer for each row, in buffers of its own."""
-        one, pair = self.layers[layer], self.copy(layer)
+        """Stores a layer once per row, in buffers of its own."""
+        layer_kv, pair = self.layers[layer], self.copy(layer)
         repeated = length_of(self.prompts[layer])
-        generated = Generated(1, repeated + (0 if one.generated is None else one.generated.limit))
+        generated = Generated(1, repeated + (0 if layer_kv.generated is None else layer_kv.generated.limit))
         generated.append(0, *pair)
         generated.unmoved = repeated
         self.generated.append(generated)
-        self.prompts[layer], one.generated, one.index, one.view = (), generated, 0, None
+        self.prompts[layer], layer_kv.generated, layer_kv.index, layer_kv.view = (), generated, 0, None
         return generated

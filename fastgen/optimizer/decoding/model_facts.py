@@ -1,6 +1,6 @@
-"""What must be known of a model in a call of `generate`, from one walk over its modules.
+"""Facts about a model that a call of `generate` needs, from one walk over its modules.
 
-It holds as long as the program has replaced nothing that `ModelFacts.is_current` compares: asked once in a call
+They are valid until user code replaces something that `ModelFacts.is_current` compares. That is checked once per call
 (`GenerateCall.facts_of`), and before each captured step if user code runs between steps.
 
 Tests: tests/optimizer/decoding/test_model_facts.py.
@@ -43,21 +43,21 @@ _MAPPINGS = frozenset({dict, OrderedDict})
 _COLLECTIONS = _MAPPINGS | {list, tuple, set, frozenset}
 _CONFIGURATIONS = ("config", "cfg", "args")
 
-# Beginnings of names of attributes that no forward reads. The first two say how hooks are called.
+# Prefixes of attributes that no forward reads. The first two say how hooks are called.
 _UNREAD = ("_forward_hooks_", "_forward_pre_hooks_", "_load_state_dict", "_state_dict")
 
-# Of all modules of the process.
+# Global hooks, for all modules of the process.
 _HOOKS_OF_ALL = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
 
-# What is compared of tensors, but not their values: captured steps read a weight at its address.
+# The compared properties of tensors. Values are not compared: captured steps read a weight at its address.
 _LAYOUT = (attrgetter("shape", "dtype"),)
 _ADDRESS = (*_LAYOUT, Tensor.stride, Tensor.data_ptr)
 
 
 class _Attributes(NamedTuple):
-    """A holder's attributes by name: simple ones are constants and empty collections, others are described.
+    """An object's attributes by name: simple ones are constants and empty collections; others are described.
 
-    get: gives the simple ones, to be compared in C with their values. size: how many there were of all.
+    get: reads the simple ones, which are compared with their values in C. size: the number of all attributes.
     """
 
     get: Callable[[Mapping[str, Any]], tuple[Any, ...]]
@@ -68,7 +68,7 @@ class _Attributes(NamedTuple):
 
 
 def _attributes_of(space: Mapping[str, Any], ignored: frozenset[str]) -> _Attributes:
-    """Returns the attributes of a holder but those that no forward reads, and what fastgen puts there for a call."""
+    """Returns an object's attributes, without those that no forward reads or that fastgen sets for a call."""
     simple: list[str] = []
     others: list[str] = []
     values: list[Any] = []
@@ -81,16 +81,16 @@ def _attributes_of(space: Mapping[str, Any], ignored: frozenset[str]) -> _Attrib
             simple.append(name)
             values.append(value if value or kind in _VALUES else kind())
         elif kind.__module__.startswith("fastgen.optimizer."):
-            size = -1  # it will be taken off, and another may take its place
+            size = -1  # fastgen will remove or replace it
         else:
             others.append(name)
-    # A getter of several names gives a tuple.
+    # A getter of several names returns a tuple.
     get = itemgetter(simple[0], *simple) if simple else lambda space: ()
     return _Attributes(get, (*values[:1], *values), simple, others, size)
 
 
 def _add(value: Any, values: list[Any], tensors: list[Any], identity: Callable[[Any], Any]) -> None:
-    """Adds a value, or what a collection holds; of other objects the identity."""
+    """Adds a constant, the items of a collection, or the identity of another object."""
     kind = type(value)
     if kind in _VALUES:
         values.append(value)
@@ -117,14 +117,14 @@ def _are_plain(values: Iterable[Any]) -> bool:
 def _of_tensors(tensors: list[Tensor], readings: tuple[Callable[[Tensor], Any], ...]) -> list[Any]:
     try:
         return [value for read in readings for value in map(read, tensors)]
-    except RuntimeError:  # one is sparse, nested, or inside of torch.func
+    except RuntimeError:  # one is sparse, nested, or inside torch.func
         return [_address(tensor) if Tensor.data_ptr in readings else type(tensor) for tensor in tensors]
 
 
 def _address(tensor: Tensor) -> Any:
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # it has no memory of its own
+    except RuntimeError:  # a tensor without memory of its own
         return id(tensor)
 
 
@@ -134,58 +134,58 @@ def _kind(value: Any) -> Any:
 
 
 class ModelFacts:
-    """What one walk over a model's modules has found, and what tells whether the program has replaced any of it.
+    """The results of one walk over a model's modules, and what is compared to tell if user code has replaced any.
 
-    Compared are the modules, the code that they run, and what these and configurations hold. Constants and the
-    library's code are kept, modules, user code and all other objects are held by reference. What user code reads
-    elsewhere is not followed.
+    The modules, the code that they run, and the attributes of both and of configurations are compared. Constants and
+    the library's code are stored; modules, user code and all other objects are held by weak reference. What user code
+    reads elsewhere is not followed.
 
     kinds: the classes of the modules.
     compiled, in_training: the names of modules that are compiled or in training mode, "" for the model. training: what
-    training mode switches on that makes rows differ. foreign_in_training: a module of a class of the program's own in
-    training mode, which may do anything there. devices: of all weights and buffers. coupled: why the rows of a batch
-    have an influence on each other, None if they have none that is known.
-    Each with the name of its module: hooks: forward hooks that may care how many rows they see, None for those of all
-    modules; foreign_classes: modules of the program's own classes; replaced: what the program has put on single
-    modules. foreign: what it has put into the library's classes, files and registries. user_code: all three, in words.
-    altered: the names of modules that are not only the library's code; None is among them where all are, by torch's
-    global hooks or by code in the library's files.
+    training mode switches on that makes rows differ. foreign_in_training: a module of a user's class in training mode,
+    which may do anything there. devices: the devices of all weights and buffers. coupled: why the rows of a batch
+    influence each other; None if nothing is known to do so.
+    hooks: forward hooks that may depend on the number of rows, with the name of their module, None for global hooks.
+    foreign_classes: modules of users' classes, with their names. replaced: what user code has set on single modules,
+    with their names. foreign: what user code has put into the library's classes, files and registries. user_code: the
+    last three, in words. altered: the names of modules that do not run the library's code alone; contains None if that
+    is true of all modules, because of global hooks or code in the library's files.
 
-    What calls have tried: prefix_reasons: why the beginning of a prompt cannot be computed apart from the rest, by the
-    type of its tokens, None where they have none; row_states: why rows cannot be expanded after a prefill, None before
+    Results of attempts: prefix_reasons: why the beginning of a prompt cannot be computed apart from the rest, by the
+    type of its tokens, None if they have no types; row_states: why rows cannot be expanded after a prefill, None before
     the first one.
     """
 
     row_states: list[Reason] | None = None
 
-    def __init__(self, model: nn.Module, known: KnownCode) -> None:
+    def __init__(self, model: nn.Module, known_code: KnownCode) -> None:
         modules = dict(model.named_modules())
-        self._compare_later(modules, known)
+        self._compare_later(modules, known_code)
         self.prefix_reasons: dict[int | None, list[Reason]] = {}
         self.in_training = [name for name, module in modules.items() if module.training]
         self.training = next(filter(None, (_switched_on(name, modules[name]) for name in self.in_training)), None)
         self.compiled = [name for name, module in modules.items() if _is_compiled(module)]
         hooks = [(name, hook) for name, module in modules.items() for hook in _hooks(module)]
         hooks += [(None, hook) for hooks in _HOOKS_OF_ALL for hook in hooks.values()]
-        self.hooks = [(name, qualified_name(hook)) for name, hook in hooks if not packages_of(hook) <= known.hooks]
+        self.hooks = [(name, qualified_name(hook)) for name, hook in hooks if not packages_of(hook) <= known_code.hooks]
         scaling = next((name for name, module in modules.items() if _scales_all_rows(module)), None)
         self.coupled = (
             None if scaling is None else f"{named(scaling)} scales its input by the largest number of all rows"
         )
         self.is_sharded = any(type(module).__module__.startswith("torch.distributed.") for module in modules.values())
         tensors = [(*module._parameters.values(), *module._buffers.values()) for module in modules.values()]
-        self.devices = {tensor.device for of_module in tensors for tensor in of_module if tensor is not None}
+        self.devices = {tensor.device for module_tensors in tensors for tensor in module_tensors if tensor is not None}
         self.foreign_classes: list[tuple[str, str]] = []
         for name, module in modules.items():
             kind = type(module)
-            if isinstance(module, torch.jit.ScriptModule):  # which has no forward to look at
+            if isinstance(module, torch.jit.ScriptModule):  # it has no Python code to check
                 self.foreign_classes.append((name, f"{named(name)} (TorchScript)"))
-            elif not packages_of(kind) <= known.packages:
+            elif not packages_of(kind) <= known_code.packages:
                 self.foreign_classes.append((name, f"{named(name)} ({kind.__module__}.{kind.__qualname__})"))
         self.foreign_in_training = next((name for name, _ in self.foreign_classes if modules[name].training), None)
-        self.replaced = replaced(modules, known)
-        functions = known.registered(self._registered_names)
-        others = [qualified_name(function) for function in functions if not is_from(function, known.packages)]
+        self.replaced = replaced(modules, known_code)
+        functions = known_code.registered(self._registered_names)
+        others = [qualified_name(function) for function in functions if not is_from(function, known_code.packages)]
         self.foreign = sorted(what for namespace in self._code for what in namespace.foreign)
         self.foreign += [f"registered function {name}" for name in others]
         self.user_code = [what for _, what in self.replaced + self.foreign_classes] + self.foreign
@@ -193,19 +193,19 @@ class ModelFacts:
         foreign = {name for name, _ in self.foreign_classes + self.replaced}
         self.altered = hooked | foreign | {*self.compiled} | ({None} if self.foreign else set())
 
-    def _compare_later(self, modules: dict[str, nn.Module], known: KnownCode) -> None:
-        """Notes what `is_current` compares."""
-        self.known, self._names = known, list(modules)
+    def _compare_later(self, modules: dict[str, nn.Module], known_code: KnownCode) -> None:
+        """Stores what `is_current` compares."""
+        self.known_code, self._names = known_code, list(modules)
         self.kinds = dict.fromkeys(map(type, modules.values()))
         bases = dict.fromkeys(base for kind in self.kinds for base in kind.__mro__)
-        user_classes = [base for base in bases if not packages_of(base) <= known.packages]
-        self._code = namespaces([base for base in bases if base not in user_classes], known)
-        self._registered_names = known.keys(modules.values())
+        user_classes = [base for base in bases if not packages_of(base) <= known_code.packages]
+        self._code = namespaces([base for base in bases if base not in user_classes], known_code)
+        self._registered_names = known_code.keys(modules.values())
         holders: list[Any] = [*modules.values(), *user_classes]
         self._attributes: list[_Attributes] = []
         configurations = set()
-        for holder in holders:  # configurations are added while they are looked for
-            self._attributes.append(_attributes_of(vars(holder), known.not_of_a_step))
+        for holder in holders:  # the loop appends configurations
+            self._attributes.append(_attributes_of(vars(holder), known_code.not_of_a_step))
             for name in self._attributes[-1].others:
                 value = vars(holder)[name]
                 if name.endswith(_CONFIGURATIONS) and hasattr(value, "__dict__") and id(value) not in configurations:
@@ -221,7 +221,7 @@ class ModelFacts:
         return {name: module for name, module in modules if module is not None}
 
     def is_current(self) -> bool:
-        """Whether nothing was replaced since."""
+        """Whether nothing was replaced since the walk."""
         try:
             holders = list(map(ref.__call__, self._holders))
             if list(map(type, holders)) != self._types or not are_current(self._code):
@@ -232,17 +232,17 @@ class ModelFacts:
                     return False
                 if len(space) != attributes.size:
                     added = space.keys() - {*attributes.simple, *attributes.others}
-                    found = _attributes_of({name: space[name] for name in added}, self.known.not_of_a_step)
-                    if found.simple or found.others:
+                    new = _attributes_of({name: space[name] for name in added}, self.known_code.not_of_a_step)
+                    if new.simple or new.others:
                         return False
             return self._described(holders, of_instance=True) == self._others
-        except Exception:  # an attribute was deleted, or objects of the program cannot be compared
+        except Exception:  # an attribute was deleted, or users' objects cannot be compared
             return False
 
     def likeness(self) -> tuple[Any, ...]:
-        """Returns what is equal for two models of one class with the same configuration, flags, shapes and types.
+        """Returns a key that is equal for models of one class with the same configuration, flags, shapes and dtypes.
 
-        That is all but what only one instance has: addresses, and identities of modules and other objects.
+        It contains everything that is compared except addresses, and the identities of modules and other objects.
         """
         holders = list(map(ref.__call__, self._holders))
         names = [name for attributes in self._attributes for name in attributes.simple + attributes.others]
@@ -251,13 +251,13 @@ class ModelFacts:
         return *self._code, *self._types, *names, *constants, *self._described(holders, of_instance=False)
 
     def _described(self, holders: list[Any], of_instance: bool) -> list[Any]:
-        """The attributes that are not constants, the host's registered functions, and torch's hooks of all modules."""
-        # An address is as good as a reference to a module, as all of them are still there.
+        """Returns the attributes that are not constants, the host's registered functions, and torch's global hooks."""
+        # `id` identifies a module, because all of them still exist.
         identity, identity_of_module = (reference, id) if of_instance else (_kind, type)
         values: list[Any] = []
         tensors: list[Any] = []
         try:
-            _add([*self.known.registered(self._registered_names), *_HOOKS_OF_ALL], values, tensors, identity)
+            _add([*self.known_code.registered(self._registered_names), *_HOOKS_OF_ALL], values, tensors, identity)
             for holder, attributes in zip(holders, self._attributes):
                 for name in attributes.others:
                     value = holder.__dict__[name]
@@ -272,12 +272,12 @@ class ModelFacts:
             tensors = [tensor for tensor in tensors if tensor is not None]
             values += [identity(tensor) for tensor in tensors if type(tensor) not in _TENSORS]
             return values + _of_tensors(tensors, _ADDRESS if of_instance else _LAYOUT)
-        except Exception:  # an attribute holds itself, or cannot be looked into
+        except Exception:  # an attribute contains itself, or cannot be read
             return [object()]  # equals no other
 
     def row_tensors(self) -> dict[tuple[int, str], Tensor]:
-        """The tensors that modules hold as plain attributes, as some do with states of their rows."""
-        found: dict[tuple[int, str], Tensor] = {}
+        """Returns the tensors that modules hold as plain attributes, where some models store states of their rows."""
+        tensors: dict[tuple[int, str], Tensor] = {}
         for module in self.modules.values():
             for name, value in vars(module).items():
                 parts: Any = ()
@@ -289,32 +289,32 @@ class ModelFacts:
                     parts = value.items()
                 for part, tensor in parts:
                     if isinstance(tensor, Tensor):
-                        found[id(module), f"{type(module).__name__}.{name}.{part}".rstrip(".")] = tensor
-        return found
+                        tensors[id(module), f"{type(module).__name__}.{name}.{part}".rstrip(".")] = tensor
+        return tensors
 
 
 _facts: WeakKeyDictionary[nn.Module, ModelFacts] = WeakKeyDictionary()
 
 
-def facts_of(model: nn.Module, known: KnownCode) -> ModelFacts:
-    """Returns the facts of earlier calls as long as they hold, see the rule above; else those of a new walk."""
+def facts_of(model: nn.Module, known_code: KnownCode) -> ModelFacts:
+    """Returns cached facts if they are still valid, see the rule above; otherwise walks the modules again."""
     before = _facts.get(model)
-    if before is not None and before.known is known and before.is_current():
+    if before is not None and before.known_code is known_code and before.is_current():
         return before
-    facts = _facts[model] = ModelFacts(model, known)
+    facts = _facts[model] = ModelFacts(model, known_code)
     if before is not None:
-        facts.row_states = before.row_states or None  # what was found stays; a changed model may keep more
+        facts.row_states = before.row_states or None  # reasons remain; a changed model may store more
     return facts
 
 
 def _hooks(module: nn.Module) -> list[object]:
-    """Its forward hooks, and what accelerate runs before and after its forward."""
+    """Returns a module's forward hooks, and accelerate's hooks around its forward."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     return hooks + _single_hooks(vars(module)["_hf_hook"]) if "_hf_hook" in vars(module) else hooks
 
 
 def _single_hooks(placed: Any) -> list[Any]:
-    """accelerate's ModelHook as a list, or those inside of a SequentialHook, however deep."""
+    """Returns accelerate's ModelHook as a list; unpacks a SequentialHook at any depth."""
     return [hook for part in getattr(placed, "hooks", ()) for hook in _single_hooks(part)] or [placed]
 
 
@@ -327,9 +327,9 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _switched_on(name: str, module: nn.Module) -> str:
-    """What training mode switches on in a module that makes a row differ from an equal one, or depend on the others.
+    """Returns what training mode switches on in a module that makes equal rows differ, or rows depend on each other.
 
-    Reinforcement learning generates in training mode, with models that drop nothing: rows are equal there.
+    Reinforcement learning generates in training mode with models without dropout: there it is empty.
     """
     what = ""
     if isinstance(module, _DropoutNd):
@@ -351,21 +351,21 @@ def _switched_on(name: str, module: nn.Module) -> str:
 
 
 def _scales_all_rows(module: nn.Module) -> bool:
-    """Whether it is from `torch.ao.quantization.quantize_dynamic`."""
+    """Whether the module is from `torch.ao.quantization.quantize_dynamic`."""
     kind = type(module).__module__
     return kind.startswith(("torch.ao.nn.quantized.dynamic.", "torch.ao.nn.intrinsic.quantized.dynamic."))
 
 
 def _is_random(name: str) -> bool:
-    """Whether a number of this name says how much is left out or added: dropout, layerdrop, router_jitter_noise."""
+    """Whether a number of this name controls randomness: dropout, layerdrop, router_jitter_noise."""
     return "drop" in name or "jitter" in name
 
 
 @functools.cache
 def _random_names_read(kind: type) -> frozenset[str]:
-    """The names in the methods of a class, of what may be attributes of its configuration.
+    """Returns the names of configuration attributes that the methods of a class read, if they control randomness.
 
-    Configurations hold more than is used: GPT-2's has dropouts of its heads for classification.
+    Configurations contain more than is used: GPT-2's has dropouts of its heads for classification.
     """
     names: set[str] = set()
     for base in kind.__mro__:

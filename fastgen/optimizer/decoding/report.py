@@ -1,4 +1,4 @@
-"""What `fastgen.explain()` returns: what one `generate` shared, which kernels ran, what was not done and why.
+"""Reports, which `fastgen.explain()` returns: what one `generate` shared, which kernels ran, what was not done and why.
 
 A report describes; nothing reads it to decide. Reasons have a code for tests, programs and documentation, declared in
 fastgen/reasons.py, and a text for people.
@@ -18,7 +18,7 @@ from fastgen import ops
 from fastgen.ops.kernel import Kernel
 from fastgen.reasons import CHOSEN, CODES
 
-# What the reasons are about: the parts of a call.
+# The parts of a call that reasons refer to.
 PATCHES = "patches"
 CALL = "call"
 PREFILL = "prompt sharing"
@@ -32,13 +32,16 @@ NGRAMS = "n-gram blocking"
 ALLOWED = "allowed tokens"
 VOCODER = "vocoder"
 
-# How names among the kernels begin: of replayed steps, and of what needed shared keys in one piece.
+# Prefixes of names among the kernels: of replayed steps, and of operations that materialized shared keys.
 REPLAY, MATERIALIZED = "decode step, ", "materialized: "
 
 
 @dataclass(frozen=True)
 class Reason:
-    """code: in capitals, one for a kind of reason. text: a clause without a full stop. detail: numbers with units."""
+    """A reason why something was not done.
+
+    code: the kind of reason, in capitals. text: a clause without a full stop. detail: numbers with units.
+    """
 
     code: str
     text: str
@@ -49,23 +52,23 @@ class Reason:
 
     @property
     def is_decision(self) -> bool:
-        """Whether fastgen could have done it and chose not to: there is nothing to gain, or the user said so."""
+        """Whether fastgen could have done it and chose not to, because nothing is gained or the user said so."""
         return self.code in CODES[CHOSEN]
 
 
 CACHE_NOT_EMPTY = Reason("CACHE_NOT_EMPTY", "the cache is not empty")
 LAYER_EMPTY = Reason("LAYER_EMPTY", "a layer of the cache is empty")
-MODEL_CHANGED = Reason("MODEL_CHANGED", "the program has changed the model within the call")
+MODEL_CHANGED = Reason("MODEL_CHANGED", "user code has changed the model during the call")
 TORCH_MODE = Reason("TORCH_MODE", "a TorchDispatchMode, TorchFunctionMode or functorch transform is active")
 USER_CACHE = Reason("USER_CACHE", "the caller passed a cache")
 REORDERS_ITSELF = Reason("REORDERS_ITSELF", "the model reorders its cache itself")
 
 
 def that_hold(*rows: Any) -> list[Reason]:
-    """Returns the reasons of a table that hold: its rows are code, text and condition, or a `Reason` and a condition.
+    """Returns the reasons that hold; the rows of the table are code, text and condition, or a `Reason` and a condition.
 
-    A list as condition gives a reason for each item, which fills the `{}` of the text. A row may also be reasons, which
-    another table has.
+    If the condition is a list, each item gives a reason, whose text has the item in place of `{}`. A row may also be a
+    list of reasons, from another table.
     """
     reasons = []
     for row in rows:
@@ -81,7 +84,7 @@ def that_hold(*rows: Any) -> list[Reason]:
 
 
 class LeaveAlone(Exception):
-    """Leaves the work to the library. Each patch catches this in one place, reports `reasons`, and calls the original.
+    """Leaves the work to the library: each patch catches this in one place, reports `reasons`, and calls the original.
 
     A `DecodeStep` catches it if keys and values do not fit a static cache; its steps then run eagerly.
     """
@@ -101,7 +104,7 @@ def leave_alone_for(reasons: Sequence[Reason]) -> None:
 class Stage:
     """A part of a call, such as the encoder.
 
-    seconds: of the host's clock, which does not wait for a GPU. report: of a stage that is a call of `generate`.
+    seconds: by the host's clock, which does not wait for a GPU. report: of a stage that is itself a call of `generate`.
     """
 
     name: str
@@ -111,12 +114,12 @@ class Stage:
 
 @dataclass(repr=False)
 class Report:
-    """One call of a host's `generate`.
+    """The report of one call of a host's `generate`.
 
     inputs, rows: 0 until the prefill has run. shared: what was computed or stored once per input, in words. not_done:
-    what was not done, as pairs of a part of the call and a `Reason`. kernels: calls of each kernel of fastgen, and of
-    what materialized shared keys (`MATERIALIZED` and its name). stages: its parts, where they are known. has_steps: it
-    generates, and does not only look at texts.
+    what was not done, as pairs of a part of the call and a `Reason`. kernels: the number of calls of each kernel of
+    fastgen, and of each operation that materialized shared keys (`MATERIALIZED` and its name). stages: the parts of the
+    call, if known. has_steps: whether it generates; false if it only scores texts.
     """
 
     model: str
@@ -132,24 +135,26 @@ class Report:
     prefix_tokens_kept: int = 0
     has_steps: bool = True
 
-    def set_prefix(self, length: int, saved: int, kept: int = 0, groups: int = 1) -> None:
-        """Adds that all inputs begin with `length` equal tokens, of which an earlier call has kept `kept` and the
-        others were computed once, so that `saved` fewer were computed. groups: there are so many sets of inputs that
-        begin alike, with `length` tokens or fewer."""
-        self.prefix_length, self.prefix_tokens_saved, self.prefix_tokens_kept = length, saved, kept
+    def set_prefix(self, length: int, saved: int, reused: int = 0, groups: int = 1) -> None:
+        """Adds that all inputs begin with `length` equal tokens, which were computed once or not at all.
+
+        saved: the number of tokens that were not computed. reused: the first tokens of the prefix, whose keys and
+        values an earlier call had kept. groups: the number of sets of inputs with prefixes of at most `length` tokens.
+        """
+        self.prefix_length, self.prefix_tokens_saved, self.prefix_tokens_kept = length, saved, reused
         whose = "all inputs" if groups == 1 else f"the inputs in each of {groups} groups"
         text = f"common prefix: {length} tokens of {whose}, {saved} not computed"
-        self.shared.append(text + (f", {kept} kept from an earlier call" if kept else ""))
+        self.shared.append(text + (f", {reused} kept from an earlier call" if reused else ""))
 
     @property
     def unused_kernels(self) -> dict[str, str]:
-        """The kernels of fastgen that did not run, and why; an operation of which none did is one item."""
+        """The kernels of fastgen that did not run, and why; an operation of which none ran is one item."""
         unused = {}
         for operation, implementations in ops.kernels().items():
             kernels = [kernel for kernel in implementations if kernel.counted_as]
             ran = [kernel for kernel in kernels if not self.kernels.keys().isdisjoint(kernel.counted_as)]
             if kernels and not ran:
-                unused[operation] = _why_not(kernels[-1])  # runs wherever one of the others does
+                unused[operation] = _why_not(kernels[-1])  # the one with the fewest conditions
             for index, kernel in enumerate(kernels if ran else ()):
                 if kernel not in ran:
                     comes_later = index > kernels.index(ran[0]) and not kernel.unsupported_reasons()
@@ -158,19 +163,19 @@ class Report:
         return unused
 
     def add_reasons(self, part: str, reasons: Iterable[Reason]) -> None:
-        """Adds why this part of the call was not done, each reason once."""
+        """Adds reasons why this part of the call was not done, each once."""
         for reason in reasons:
             if (part, reason) not in self.not_done:
                 self.not_done.append((part, reason))
 
     def add_switched_off(self, groups: Mapping[str, str]) -> None:
-        """Adds which groups of patches are switched off, and why."""
+        """Adds the groups of patches that are switched off, and why."""
         for group, reason in groups.items():
             text = f"{group} is switched off until fastgen.enable(): {reason}"
             self.add_reasons(PATCHES, [Reason("SWITCHED_OFF", text)])
 
     def codes(self, part: str | None = None) -> set[str]:
-        """The codes of all reasons, or of those of one part of the call."""
+        """Returns the codes of all reasons, or of one part of the call."""
         return {reason.code for about, reason in self.not_done if part in (None, about)}
 
     @property
@@ -180,12 +185,12 @@ class Report:
 
     @property
     def decisions(self) -> list[str]:
-        """What fastgen chose not to do, because there is nothing to gain or the user said so, in words."""
+        """What fastgen chose not to do because nothing is gained or the user said so, in words."""
         return [f"{part}: {reason}" for part, reason in self.not_done if reason.is_decision]
 
     @property
     def verdict(self) -> str:
-        """Whether decode steps were captured and prompts shared, and if not, why: one line."""
+        """One line that says whether decode steps were captured and prompts shared, and if not, why."""
         if any(stage.report is not None for stage in self.stages):
             return f"{len(self.stages)} stages"
         if not self.rows and not self.shared:
@@ -204,7 +209,7 @@ class Report:
         return f"{steps}; {prompts}" if self.has_steps else prompts
 
     def reason_for(self, part: str) -> Reason | None:
-        """The first reason why this part of the call was not done; None if there is none."""
+        """Returns the first reason why this part of the call was not done, or None."""
         for about, reason in self.not_done:
             if about == part:
                 return reason
@@ -212,11 +217,11 @@ class Report:
 
     @property
     def replays(self) -> int:
-        """Decode steps that were replays of a captured one."""
+        """The number of decode steps that were replays of a captured step."""
         return sum(calls for name, calls in self.kernels.items() if name.startswith(REPLAY))
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as JSON has it: strings, numbers, and lists and dictionaries of them."""
+        """Returns the report for JSON: strings, numbers, and lists and dictionaries of them."""
         names = ["verdict", "model", "inputs", "rows", "prefix_length", "prefix_tokens_saved", "prefix_tokens_kept"]
         names += ["unused_kernels", "fallbacks", "decisions", "seconds"]
         return {name: getattr(self, name) for name in names} | {
@@ -247,7 +252,7 @@ class Report:
         return "\n".join(lines)
 
     def summary(self) -> str:
-        """The call in one line."""
+        """Returns the call in one line."""
         return "; ".join([f"{self._call()}: {self.verdict}", *self._done()])
 
     def _done(self) -> list[str]:
@@ -258,7 +263,7 @@ class Report:
         return self.model + rows
 
 
-@cache  # the same as long as nothing has happened: callers compare what they get before a call and after it
+@cache  # the same object until a call ends, so that callers can compare the reports before and after a call
 def without_call(not_active: tuple[tuple[str, str], ...]) -> Report:
     """Returns the report before any call. not_active: the patches that are not active, and why."""
     report = Report("no call")

@@ -8,10 +8,10 @@ no storage of that size:
     row 2   | prefix 0 | prompt 1 | generated 2 |        generated   [rows, kv_heads, t, head_dim]
     row 3   | prefix 0 | prompt 1 | generated 3 |
 
-The operations of which attention is made (`scaled_dot_product_attention`, `matmul`, the transposition before it, the
-repetition of grouped heads) work on the segments. Every other operation materializes the tensor: it gets memory of its
-own, which stands for the segments from then on, so that addresses, views and writes are real. Because the recognition
-happens at torch's operations, no model and no attention function of a host library has to be known or patched.
+The operations of attention (`scaled_dot_product_attention`, `matmul`, the transposition before it, the repetition of
+grouped heads) work on the segments. Every other operation materializes the tensor: it gets memory of its own, which
+replaces the segments from then on, so that addresses, views and writes are real. Because torch's operations are
+intercepted, no model and no attention function of a host library must be known or patched.
 
 Tests: tests/optimizer/decoding/test_segmented_kv.py
 """
@@ -34,15 +34,15 @@ from fastgen.optimizer.decoding.report import MATERIALIZED
 KV = tuple[Tensor, ...]  # keys and values
 Function = Callable[..., Any]
 
-# The forms in which a model holds its keys on the way into the product with the queries.
+# The forms that keys take on their way into the product with the queries.
 PLAIN = "plain"  # [rows, kv_heads, length, head_dim]
 TRANSPOSED = "transposed"  # [rows, kv_heads, head_dim, length]
 UNSQUEEZED = "unsqueezed"  # [rows, kv_heads, 1, length, head_dim]: repeat_kv, first step
 EXPANDED = "expanded"  # [rows, kv_heads, groups, length, head_dim]: repeat_kv, second step
-FLAT = "flat"  # [rows * kv_heads, length, head_dim]: for a product of three dimensions
+FLAT = "flat"  # [rows * kv_heads, length, head_dim]: for a batched product in three dimensions
 FLAT_TRANSPOSED = "flat, transposed"  # [rows * kv_heads, head_dim, length]
 
-# The products that work on segments, as `usage` calls them.
+# The names under which `usage` counts products that work on segments.
 OPERATIONS = SDPA, MATMUL, BMM = "scaled_dot_product_attention", "matmul", "bmm"
 
 _TRANSPOSES = {PLAIN: TRANSPOSED, TRANSPOSED: PLAIN, FLAT: FLAT_TRANSPOSED, FLAT_TRANSPOSED: FLAT}
@@ -51,15 +51,15 @@ _TRANSPOSES = {PLAIN: TRANSPOSED, TRANSPOSED: PLAIN, FLAT: FLAT_TRANSPOSED, FLAT
 class SegmentedKV(Tensor):
     """Keys or values `[rows, kv_heads * groups, length, head_dim]` stored in segments.
 
-    segments: one or more, of lengths that sum up to `length`; each `[copies, kv_heads, segment_length, head_dim]`, of
-        which copy `c` belongs to the `rows // copies` rows from `c * rows // copies` on.
-    usage: counts which operation worked on the segments, and which needed the tensor in one piece
-        (`MATERIALIZED` and its name).
+    segments: one or more, whose lengths sum to `length`; each is `[copies, kv_heads, segment_length, head_dim]`, and
+        its copy `c` belongs to the `rows // copies` rows from `c * rows // copies` on.
+    usage: counts the operations that worked on the segments, and those that materialized the tensor (`MATERIALIZED` and
+        the name).
     groups: how often each head is repeated.
-    base: the tensor of which this is a view in another form; None where it stands for memory of its own.
-    bounds: for kernels, see `shared_attention`; None where no spare room has to be hidden.
-    memory: that memory, `[rows, kv_heads * groups, length, head_dim]`, once it is materialized. The segments are not up
-        to date from then on.
+    base: the tensor of which this is a view in another form; None if it is no view.
+    bounds: for kernels, see `shared_attention`; None if there is no spare capacity to hide.
+    memory: the materialized tensor, `[rows, kv_heads * groups, length, head_dim]`, or None. Once it is set, the
+        segments are outdated.
     """
 
     segments: tuple[Tensor, ...]
@@ -101,7 +101,7 @@ class SegmentedKV(Tensor):
         self._size = torch.Size(size)
         return self
 
-    # What attention asks for all the time, and what a tensor's own attributes would take microseconds to tell.
+    # Attributes that attention reads often; a tensor's own would take microseconds each.
     shape = property(lambda self: self._size)
     ndim = property(lambda self: len(self._size))
     dtype = property(lambda self: self.segments[0].dtype)
@@ -115,16 +115,16 @@ class SegmentedKV(Tensor):
 
     @property
     def is_segmented(self) -> bool:
-        """Whether the segments hold what this tensor holds: it was not materialized, and so nobody has written."""
+        """Whether the segments are up to date: the tensor was not materialized, so nothing has written into it."""
         return (self if self.base is None else self.base).memory is None
 
     def view_as_form(self, form: str, groups: int = 1) -> SegmentedKV:
-        """The same tensor in another form, which shares its memory as a view would."""
+        """Returns the same tensor in another form, which shares its memory as a view does."""
         base = self if self.base is None else self.base
         return SegmentedKV(self.segments, self.rows, self.usage, form, groups, base, self.bounds)
 
     def materialize(self) -> Tensor:
-        """The tensor in one piece, `[rows, …]` in its form; costs what the segments were meant to save."""
+        """Returns the tensor in one piece, `[rows, …]` in its form; this costs what the segments were to save."""
         if self.base is not None:
             memory = self.base.materialize()
             if self.form in (FLAT, FLAT_TRANSPOSED):
@@ -155,7 +155,7 @@ class SegmentedKV(Tensor):
                 handler = None
         try:
             result = NotImplemented if handler is None else handler(*args, **kwargs)
-        except (TypeError, AttributeError):  # arguments that the handler does not know (`out`, …)
+        except (TypeError, AttributeError):  # arguments that the handler does not support (`out`, …)
             result = NotImplemented
         return _on_materialized(func, args, kwargs) if result is NotImplemented else result
 
@@ -163,7 +163,7 @@ class SegmentedKV(Tensor):
     def __torch_dispatch__(
         cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Reached by code that bypasses __torch_function__; there is no storage to read, so it gets the whole tensor.
+        # Reached by code that bypasses __torch_function__; there is no storage to read, so the tensor is materialized.
         return _on_materialized(func, args, kwargs or {})
 
 
@@ -177,13 +177,13 @@ def _on_materialized(func: Function, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def materialized(segments: Iterable[Tensor], rows: int) -> Tensor:
-    """The segments of so many rows in one piece, `[rows, kv_heads, length, head_dim]`, in memory of its own."""
+    """Returns segments as one tensor `[rows, kv_heads, length, head_dim]` in memory of its own."""
     repeated = [one if one.shape[0] == rows else one.repeat_interleave(rows // one.shape[0], 0) for one in segments]
     return torch.cat(repeated, dim=2)
 
 
 def length_of(segments: Iterable[KV]) -> int:
-    """Returns how many positions these segments have."""
+    """Returns the number of positions in these segments."""
     length = 0
     for keys, _ in segments:
         length += keys.shape[2]
@@ -193,7 +193,7 @@ def length_of(segments: Iterable[KV]) -> int:
 def in_segments(
     segments: Sequence[KV], rows: int, usage: Counter[str], bounds: tuple[Tensor, Tensor] | None = None
 ) -> KV:
-    """Returns keys and values `[rows, kv_heads, length, head_dim]` that stay in these segments, see `SegmentedKV`."""
+    """Returns keys and values `[rows, kv_heads, length, head_dim]` backed by these segments, see `SegmentedKV`."""
     if len(segments) == 1 and segments[0][0].shape[0] == rows and bounds is None:
         return segments[0]
     keys, values = zip(*segments)
@@ -206,8 +206,8 @@ def cut(pair: KV, start: int, end: int | None) -> KV:
     return keys[:, :, start:end], values[:, :, start:end]
 
 
-# How operations work on segments; NotImplemented where they need the tensor in one piece. Those of their arguments that
-# are a SegmentedKV are segmented.
+# Handlers of operations on segments. They return NotImplemented if the tensor must be materialized. Arguments that are
+# a SegmentedKV are segmented.
 
 
 def _sdpa(
@@ -304,7 +304,7 @@ def _repeat_interleave(input: SegmentedKV, repeats: Any, dim: int | None = None)
 
 
 def _repeated(states: SegmentedKV, groups: int) -> SegmentedKV:
-    """A copy, for which torch would have taken other memory, with `groups` times the heads that are stored."""
+    """Returns a copy with `groups` times the stored heads; torch would allocate memory for it."""
     return SegmentedKV(states.segments, states.rows, states.usage, PLAIN, groups, bounds=states.bounds)
 
 
@@ -332,10 +332,10 @@ _HANDLERS: dict[Function, Function] = {
     Tensor.contiguous: _same,
     Tensor.detach: _same,
 }
-for _handler in (_matmul, _bmm, _baddbmm, _transpose, _repeat_interleave):  # functions, and methods of the same name
+for _handler in (_matmul, _bmm, _baddbmm, _transpose, _repeat_interleave):  # as functions and as methods
     _HANDLERS |= {getattr(owner, _handler.__name__[1:]): _handler for owner in (torch, Tensor)}
 
-# What the wrapper, which has the shape, strides and type of the whole tensor, answers as that would.
+# Attributes and methods that the wrapper answers itself, since it has the shape, strides and dtype of the tensor.
 _METADATA: frozenset[Function] = frozenset(
     attribute if callable(attribute) else attribute.__get__
     for attribute in (

@@ -1,15 +1,15 @@
-"""Static KV cache: keys and values at addresses that stay, so that a decode step can be captured.
+"""Static KV cache: keys and values at fixed addresses, so that a decode step can be captured.
 
     KVCache ──content──> KVContent ──spec──> StaticKVCache(spec)     the spec is the key of the captured step
                              │                    ^   │
-                             └────────load────────┘   └──content──> KVContent, of a larger cache or one of fewer rows
+                             └────────load────────┘   └──content──> KVContent, for a larger cache or one with fewer rows
 
-    prompt      | padding | positions        |     `append` writes at `write_position`, a tensor; `read` gives the whole
-    generated   | positions | spare capacity |     capacity, of which a mask hides the rest
+    prompt      | padding | positions        |     `append` writes at `write_position`, a tensor; `read` returns the
+    generated   | positions | spare capacity |     whole capacity, and a mask hides what is not filled
 
-Who writes into one: a step, with `append`; the loop between two steps, with `reorder`; and `DecodeStep`, which fills it
-with `load` and counts steps with `advance`. Static caches follow Seamless, "Updating and retrieving KV cache". Knows no
-host library.
+Writers: a step, with `append`; the loop between two steps, with `reorder`; and `DecodeStep`, which fills the cache with
+`load` and counts steps with `advance`. Static caches follow Seamless, "Updating and retrieving KV cache". This module
+knows no host library.
 
 Tests: tests/optimizer/decoding/test_kv_cache.py, tests/optimizer/decoding/test_graphs.py
 """
@@ -33,24 +33,24 @@ from fastgen.optimizer.decoding.segmented_kv import KV, cut, in_segments, length
 
 SMALLEST_CAPACITY = 32
 
-PairSpec = tuple[tuple[Any, ...], ...]  # of keys and of values: sizes, dtype, device
-# Rows, rows per input, what a layer generates; of layers that are alike, first those that generate, their number and
-# the segments of the prompt of each.
+PairSpec = tuple[tuple[Any, ...], ...]  # sizes, dtype and device, for keys and for values
+# Rows, rows per input, the generated pair of a layer; then for growing and for other layers their number and the
+# segments of their prompts.
 Spec = tuple[int, int, PairSpec, tuple[tuple[int, tuple[PairSpec, ...]], ...]]
 
 _kind, _nbytes = attrgetter("shape", "dtype", "device"), attrgetter("nbytes")
 
 
 def capacity_for(needed: int, most: int) -> int:
-    """Returns a capacity for twice the positions that are needed, or for `most` if that is less, rounded.
+    """Returns a capacity for twice the needed positions, or for `most` if that is less, rounded.
 
-    A short call never grows: the steps afterwards would often be too few for another graph.
+    So a short call never grows its cache: the steps afterwards would often be too few for another graph.
     """
     return max(SMALLEST_CAPACITY, rounded(max(needed, min(most, 2 * max(needed, SMALLEST_CAPACITY)))))
 
 
 def rounded(length: int) -> int:
-    """Returns the next of a few sizes that many lengths have in common: four to eight between powers of two."""
+    """Rounds a length up to one of a few sizes, four to eight between powers of two, so that lengths share graphs."""
     step = max(SMALLEST_CAPACITY // 2, 1 << max((length - 1).bit_length() - 3, 0))
     return -(-length // step) * step
 
@@ -59,9 +59,9 @@ def rounded(length: int) -> int:
 class KVContent:
     """Keys and values of all layers as views, to be loaded into a static cache.
 
-    prompts: the segments of each layer that no step writes. generated: `[rows, kv_heads, length, head_dim]` of each
-    layer that steps write; those without come last. unmoved: how many of the first generated positions are equal in all
-    rows of an input.
+    prompts: the segments of each layer that no step writes. generated: `[rows, kv_heads, length, head_dim]` for each
+    layer that steps write; layers that do not grow come last. unmoved: how many of the first generated positions are
+    equal in all rows of an input.
     """
 
     rows: int
@@ -79,7 +79,7 @@ class KVContent:
         return sum(map(_nbytes, chain(*chain(*self.prompts), *self.generated)))
 
     def require_alike(self) -> None:
-        """Raises LeaveAlone if layers differ, of those with generated positions or of those without."""
+        """Raises LeaveAlone if the growing layers differ from each other, or the layers that do not grow."""
         layers = zip(self.prompts, self.generated)
         growing = {tuple(map(_kind, chain(*prompt, pair))) for prompt, pair in layers}
         others = {tuple(map(_kind, chain(*prompt))) for prompt in self.prompts[len(self.generated) :]}
@@ -87,19 +87,19 @@ class KVContent:
             raise LeaveAlone([Reason("LAYERS_DIFFER", "the layers of the cache differ in shape, dtype or device")])
 
     def without_last(self) -> KVContent:
-        """Returns the content before the position that was added last."""
+        """Returns the content without the last position."""
         return replace(self, generated=[cut(pair, 0, self.generated_length - 1) for pair in self.generated])
 
     def of_rows(self, batch_index: Tensor, rows: Tensor) -> KVContent:
-        """Returns the content of the inputs at `batch_index`, of which row i is row `rows[i]` (int64 both)."""
+        """Returns the content of the inputs at `batch_index`; its row i is row `rows[i]` (int64 both)."""
         prompts = [tuple(rows_of(pair, self.rows, batch_index, rows) for pair in prompt) for prompt in self.prompts]
         generated = [rows_of(pair, self.rows, batch_index, rows) for pair in self.generated]
         return KVContent(len(rows), len(rows) // len(batch_index), prompts, generated, self.unmoved)
 
     def spec(self, most: int, exact_lengths: bool = False) -> Spec:
-        """Returns the shapes with capacities, types and devices of a static cache for this content.
+        """Returns the shapes, capacities, dtypes and devices of a static cache for this content.
 
-        most: positions that a row can generate. exact_lengths: prompts are not padded to lengths that others have.
+        most: the most positions that a row can generate. exact_lengths: whether prompts are not padded to common sizes.
         """
         growing, count, kinds = len(self.generated), len(self.prompts), []
         for first, end in ((0, growing), (growing, count)) if growing < count else ((0, growing),):
@@ -115,16 +115,16 @@ class KVContent:
 class StaticKVCache:
     """Keys and values of all layers of a decoder with spare capacity, see the drawing above.
 
-    prompts: as in `KVContent`, of which the first segment begins with padding: in the cross-attention where there is
-    one, otherwise in the self-attention. padding: how many positions that are; self_padding: in the self-attention.
-    growing: how many layers are generated into. buffers: keys and values of these, `[layers, rows, kv_heads, capacity,
-    head_dim]`. prompt_length: of the self-attention, without padding. capacity: how many positions each row can
-    generate; generated_length: how many it has.
+    prompts: as in `KVContent`, but the first segment begins with padding: in cross-attention if there is any, otherwise
+    in self-attention. padding: its number of positions; self_padding: the same in self-attention. growing: the number
+    of layers that steps write. buffers: their keys and values, `[layers, rows, kv_heads, capacity, head_dim]`.
+    prompt_length: of self-attention, without padding. capacity: the most generated positions of a row;
+    generated_length: the present number.
 
-    A step reads three tensors and writes the last; `advance` counts afterwards. write_position: where the next position
-    goes, int64 `[1]`. first_position: where the self-attention begins, after its padding, int64 `[1]`. seq_lengths: how
-    many positions each growing layer holds, int64 `[layers]`. bounds: the first and the last position that a step sees,
-    for kernels of a GPU; else None.
+    A step reads three tensors and writes the last; `advance` counts afterwards. write_position: the index of the next
+    position, int64 `[1]`. first_position: the first position of self-attention after its padding, int64 `[1]`.
+    seq_lengths: the number of positions in each growing layer, int64 `[layers]`. bounds: the first and the last
+    position that a step sees, for kernels on a GPU, otherwise None.
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -135,7 +135,7 @@ class StaticKVCache:
         self.growing, _ = kinds[0]
         self.buffers = [_empty(states, self.growing) for states in generated]
         self.by_layer: list[KV] = list(zip(*map(torch.unbind, self.buffers)))
-        self._loaded: list[tuple[KV, ...]] = []  # the prompts without padding
+        self._loaded: list[tuple[KV, ...]] = []  # prompts without padding
         self.padding = self.self_padding = self.prompt_length = self.generated_length = self.unmoved = 0
         self.capacity = self.buffers[0].shape[3]
         self.write_position = torch.zeros(1, dtype=torch.int64, device=self.buffers[0].device)
@@ -146,7 +146,7 @@ class StaticKVCache:
         self.nbytes = KVContent(self.rows, self.rows_per_input, self.prompts, self.by_layer).nbytes
 
     def load(self, content: KVContent) -> None:
-        """Copies this content, and zeros around it: what is hidden has the weight 0, which NaN would survive."""
+        """Copies this content, and zeros around it: hidden positions have the weight 0, and 0 times NaN is NaN."""
         self._loaded = [tuple(map(_copy_in, *prompts)) for prompts in zip(self.prompts, content.prompts)]
         for pair, source in zip(self.by_layer, content.generated):
             _copy_in(pair, source, 0)
@@ -158,15 +158,15 @@ class StaticKVCache:
         self.advance(0)
 
     def advance(self, count: int = 1) -> None:
-        """Counts the position that was added to each layer; 0 sets the write position back after an attempt."""
+        """Counts the positions added to each layer; 0 resets the write position after a discarded attempt."""
         self.generated_length += count
         self.write_position.fill_(self.generated_length)
         self.seq_lengths.fill_(self.prompt_length + self.generated_length)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Adds one position that each row has computed, `[rows, kv_heads, 1, head_dim]`.
+        """Appends one position of each row, `[rows, kv_heads, 1, head_dim]`, to a layer.
 
-        Raises UnderAutocast, where a growable cache takes keys and values of several types.
+        Raises UnderAutocast if the dtype differs, which a growable cache supports.
         """
         if torch.is_autocast_enabled(keys.device.type):
             raise UnderAutocast("autocast begins inside the forward")
@@ -175,7 +175,7 @@ class StaticKVCache:
         self.seq_lengths[layer].add_(1)
 
     def segments(self, layer: int) -> tuple[KV, ...]:
-        """Returns what attention sees: the prompt's segments, and `[rows, kv_heads, capacity, head_dim]`."""
+        """Returns what attention sees: the prompt's segments, and the buffer `[rows, kv_heads, capacity, head_dim]`."""
         prompt = self.prompts[layer]
         return (*prompt, self.by_layer[layer]) if layer < self.growing else prompt
 
@@ -185,25 +185,25 @@ class StaticKVCache:
         return in_segments(self.segments(layer), self.rows, self.usage, bounds)
 
     def mask(self) -> Tensor:
-        """Returns what self-attention may see once the next position is added, bool `[1, 1, 1, …]`."""
+        """Returns the mask of self-attention for the next position, bool `[1, 1, 1, …]`, true for visible positions."""
         first, length = self.self_padding, self.self_padding + self.prompt_length
         positions = torch.arange(length + self.capacity, device=self.write_position.device)
         return ((positions >= first) & (positions <= length + self.generated_length))[None, None, None]
 
     def reorder(self, beam_idx: Tensor, layer: int | None = None) -> None:
-        """Gives row i what row `beam_idx[i]` of the same input has, in all layers or in this one."""
+        """Overwrites row i with row `beam_idx[i]` of the same input, in all layers or in one."""
         if self.generated_length > self.unmoved and (layer is None or layer < self.growing):
             layers = slice(None) if layer is None else slice(layer, layer + 1)
             positions, (keys, values) = slice(self.unmoved, self.generated_length), self.buffers
             move_rows([keys[layers, :, :, positions], values[layers, :, :, positions]], beam_idx)
 
     def content(self) -> KVContent:
-        """Returns what is there, without padding and spare capacity."""
+        """Returns the content, without padding and spare capacity."""
         generated = [cut(pair, 0, self.generated_length) for pair in self.by_layer]
         return KVContent(self.rows, self.rows_per_input, self._loaded, generated, self.unmoved)
 
     def length(self, layer: int) -> int:
-        """Returns how many positions the layer holds."""
+        """Returns the number of positions in the layer."""
         return length_of(self._loaded[layer]) + (self.generated_length if layer < self.growing else 0)
 
     def copy(self, layer: int) -> KV:
@@ -213,16 +213,16 @@ class StaticKVCache:
 
 
 def rows_of(pair: KV, count: int, batch_index: Tensor, rows: Tensor) -> KV:
-    """Returns these rows of keys and values of `count` rows, which are stored for each row, for each input or once."""
+    """Returns these rows of a pair for `count` rows, which is stored once per row, once per input or once."""
     copies = pair[0].shape[0]
-    if copies == 1 or (copies != count and copies == len(batch_index)):  # all inputs stay
+    if copies == 1 or (copies != count and copies == len(batch_index)):  # all inputs remain
         return pair
     index = (rows if copies == count else batch_index).to(pair[0].device)
     return tuple(states.index_select(0, index) for states in pair)
 
 
 def _spec_of(pair: KV, length: int) -> PairSpec:
-    """Returns the sizes of keys and values with this length, their types and devices."""
+    """Returns the sizes of keys and values with this length, their dtypes and devices."""
     return tuple((*states.shape[:2], length, states.shape[3], states.dtype, states.device) for states in pair)
 
 
@@ -232,7 +232,7 @@ def _empty(spec: tuple[Any, ...], *layers: int) -> Tensor:
 
 
 def _copy_in(pair: KV, source: KV, start: int | None = None) -> KV:
-    """Copies keys and values, to the end if there is no `start`; returns where they are."""
+    """Copies keys and values into `pair` from `start` on, or to its end, and returns views of the copies."""
     length = source[0].shape[2]
     start = pair[0].shape[2] - length if start is None else start
     for states, copied in zip(pair, source):

@@ -20,10 +20,10 @@ from fastgen.optimizer.decoding.call import last_report, undo_of_random_numbers
 from fastgen.optimizer.decoding.report import Report
 from fastgen.patching import disabled
 
-# In place of a token where the other sequences are longer.
+# The token in place of those that only longer sequences have.
 ABSENT = -1
 
-# The keys of what was compared and did not differ.
+# The keys of comparisons without a difference.
 _verified: set[object] = set()
 
 
@@ -33,10 +33,10 @@ class NotComparable(Exception):
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two runs differ first.
+    """The first difference between two runs.
 
-    step: of decoding, from 0 on; row: of the batch. ours, theirs: the scores there, of fastgen and of the library, as
-    far as they are known.
+    step: the decode step, from 0 on; row: the row of the batch. ours, theirs: the scores there, of fastgen and of the
+    library, if known.
     """
 
     text: str
@@ -47,7 +47,7 @@ class Difference:
 
     @property
     def gap(self) -> float | None:
-        """How far the two scores are apart."""
+        """The absolute difference of the two scores."""
         return None if self.ours is None or self.theirs is None else abs(self.ours - self.theirs)
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Difference:
 
 
 def first_token_difference(ours: Tensor, theirs: Tensor, start: int) -> Difference | None:
-    """Returns the earliest difference of tokens `[rows, length]` that are generated from column `start` on, or None."""
+    """Returns the first difference of tokens `[rows, length]` that are generated from column `start` on, or None."""
     if ours.shape[0] != theirs.shape[0]:
         return Difference(f"{ours.shape[0]} rows instead of {theirs.shape[0]}")
     length = max(ours.shape[1], theirs.shape[1])
@@ -76,10 +76,10 @@ def is_verified(key: object) -> bool:
 
 
 def verify_once(key: object, compare: Callable[[], Difference | None], refuse: Callable[[Difference], None]) -> None:
-    """Compares fastgen with the library, unless that was done before for this key and nothing differed.
+    """Compares fastgen with the library, unless an earlier comparison for this key showed no difference.
 
-    key: hashable; what the comparison holds for. compare: returns what differs; may raise `NotComparable`. refuse:
-    called with that; it has to see to it that the call does not come here again.
+    key: hashable; identifies what the comparison is valid for. compare: returns the difference, if any; may raise
+    `NotComparable`. refuse: called with the difference; it must prevent that such a call gets here again.
     """
     if key in _verified:
         return
@@ -91,24 +91,26 @@ def verify_once(key: object, compare: Callable[[], Difference | None], refuse: C
 
 
 class HostCall(Protocol):
-    """One call of a host's generate, which can be repeated."""
+    """A call of a host's generate that can be repeated."""
 
     host: str
 
     def run(self) -> Any:
-        """What the call returns."""
+        """Runs the call and returns its output."""
 
     def rows_of(self, output: Any) -> int:
-        """How many sequences an output has."""
+        """Returns the number of sequences in an output."""
 
     def difference(self, ours: Any, theirs: Any) -> Difference | None:
-        """Where two outputs differ first; None if they do not."""
+        """Returns the first difference of two outputs, or None."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """seconds: of the second call, by the host's clock with the device's work done. memory: the most bytes that this
-    call took beyond what was there before, on the GPU or, under Linux, of the process; None where it is not known.
+    """The cost of a call.
+
+    seconds: of the second call, by the host's clock, after the device has finished. memory: the peak of bytes that this
+    call took in addition to those before it, on the GPU or, under Linux, in the process; None if it is not known.
     """
 
     seconds: float
@@ -120,7 +122,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `fastgen.verify` found. rows: sequences that were compared. report: of the call with fastgen."""
+    """The result of `fastgen.verify`. rows: the number of compared sequences. report: of the call with fastgen."""
 
     host: str
     rows: int
@@ -135,11 +137,11 @@ class Verification:
 
     @property
     def speedup(self) -> float:
-        """How many times as fast as the library the call is with fastgen."""
+        """The library's seconds divided by fastgen's."""
         return self.theirs.seconds / self.ours.seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as JSON has it."""
+        """Returns the result for JSON: strings, numbers, and lists and dictionaries of them."""
         difference = None if self.difference is None else {**vars(self.difference), "gap": self.difference.gap}
         return {
             "equal": self.equal,
@@ -160,7 +162,7 @@ class Verification:
 
 
 def verify(call: HostCall, enabled: Callable[[], AbstractContextManager[Any]]) -> Verification:
-    """See `fastgen.verify`, which gives `fastgen.enabled`."""
+    """Does the work of `fastgen.verify`, which passes `fastgen.enabled`."""
     restore, before = undo_of_random_numbers(), last_report()
 
     def run(context: AbstractContextManager[Any]) -> tuple[Any, Run]:
@@ -175,7 +177,7 @@ def verify(call: HostCall, enabled: Callable[[], AbstractContextManager[Any]]) -
 
     try:
         theirs = run(disabled())[0]
-        ours = run(enabled())[0]  # measures products and captures steps, which is not timed
+        ours = run(enabled())[0]  # also measures products and captures steps, which is not timed
         their_run, our_run = run(disabled())[1], run(enabled())[1]
     finally:
         restore()
@@ -186,13 +188,13 @@ def verify(call: HostCall, enabled: Callable[[], AbstractContextManager[Any]]) -
 
 
 def _peak_memory() -> Callable[[], int | None]:
-    """A function that returns the most bytes that were taken since now, beyond those that are taken now."""
+    """Returns a function that returns the peak of allocated bytes since now, minus those allocated now."""
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         return lambda: torch.cuda.max_memory_allocated() - before
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the most that the process has held
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak of the process
         resident = _status_bytes("VmRSS")
     except OSError:  # not Linux, or a container that forbids it
         return lambda: None

@@ -179,7 +179,7 @@ class CallChecks:
     max_len: None where the sample has no source. plans: of each model of the ensemble.
     """
 
-    known = KNOWN
+    known_code = KNOWN
 
     def __init__(
         self,

@@ -181,7 +181,7 @@ class CallChecks:
     there are only `rows` and `row_states`.
     """
 
-    known = KNOWN
+    known_code = KNOWN
 
     def __init__(self, call: GenerateCall, model: Any, arguments: Any = None) -> None:
         self.call, self.model, self.decoder = call, model, model

@@ -120,7 +120,7 @@ class TransformersDecodeStep(DecodeStep):
 
     @cached_property
     def runs_user_code(self) -> bool:
-        return any(is_user_code(processor, self.known.packages) for processor in self.processors)
+        return any(is_user_code(processor, self.known_code.packages) for processor in self.processors)
 
     def _pad(self, inputs: dict[str, Any], padding: int) -> dict[str, Any]:
         """Returns these arguments of a forward, with so many hidden positions before the first one.
@@ -167,7 +167,7 @@ class TransformersDecodeStep(DecodeStep):
 
     def should_compact(self, leaving: int, steps_left: int) -> bool:
         """Whether `leaving` rows, which are finished, leave the batch; `steps_left`: at most to come."""
-        size = size_of(self.model, self.known)
+        size = size_of(self.model, self.known_code)
         pays = self.call.costs.should_compact(size, leaving, self.rows, self.steps, steps_left)
         return bool(self.arguments.get("use_cache")) and pays and not self.compaction_reasons
 

@@ -74,7 +74,7 @@ def parts_of_loop(checks: CallChecks) -> tuple[bool, bool]:
         return False, False
     rows, length = input_ids.shape
     steps = (config.max_length or 0) - length
-    compacts = call.costs.should_compact(size_of(model, checks.known), rows - 1, rows, steps, steps - 1)
+    compacts = call.costs.should_compact(size_of(model, checks.known_code), rows - 1, rows, steps, steps - 1)
     compacts = compacts and _can_end_early(input_ids, criteria, config)
     unwanted = unwanted_reasons(call, input_ids.device, steps)
     call.report.add_reasons(STEPS, unwanted)

@@ -61,7 +61,7 @@ PARTS = {
     "compare rows": f"{_TRANSFORMERS}.row_groups:_equal_to_row_before_sync",
     "arguments of a prefix": f"{_TRANSFORMERS}.prefixes:CommonPrefix.of_prefix",
     "keep a prefix": f"{_TRANSFORMERS}.kept_prefix:PrefixReuse.keep",
-    "find a prefix": f"{_TRANSFORMERS}.kept_prefix:PrefixReuse.found_sync",
+    "find a prefix": f"{_TRANSFORMERS}.kept_prefix:PrefixReuse.match_sync",
     "read weights": f"{_TRANSFORMERS}.kept_prefix:checksums_sync",
     "score tokens": f"{_TRANSFORMERS}.log_likelihoods:Scorer._forward",
     "streams of ProphetNet": f"{_TRANSFORMERS}.models.prophetnet:_streams",

@@ -30,7 +30,7 @@ def filled(monkeypatch):
     real = prefixes.fill_sync
 
     def fill(call: Any, model: Any, forward: Any, prefix: prefixes.CommonPrefix, arguments: dict[str, Any]) -> None:
-        lengths.append(prefix.kept)
+        lengths.append(prefix.reused)
         real(call, model, forward, prefix, arguments)
 
     monkeypatch.setattr(prefixes, "fill_sync", fill)

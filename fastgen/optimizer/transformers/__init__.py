@@ -1,4 +1,4 @@
-"""What makes Hugging Face transformers faster, as data; the replacements are imported when they are first called.
+"""The patches of Hugging Face transformers, as data; replacements are imported when they are first called.
 
 Tests: tests/test_package.py, tests/patching/test_patching.py
 """
@@ -8,14 +8,14 @@ from functools import partial
 from fastgen.models import LOWEST
 from fastgen.patching import Patch, patch_group
 
-# The lowest and the newest version, by `make matrix`; the first calls of newer are verified.
+# The lowest and the newest version tested by `make matrix`; on newer ones, first calls are verified.
 TESTED = (LOWEST["transformers"], "5.24.0")
 
 _group = partial(patch_group, "transformers", TESTED)
 
 
 def _of_model(group: str, model: str, *patches: tuple[str, str, str]) -> list[Patch]:
-    """Targets in the file of a model, replacements in models/."""
+    """Returns patches of targets in a model's file, with replacements in models/."""
     file = f"models.{model}.modeling_{model}:"
     return _group(group, *((name, file + target, f"models.{ours}") for name, target, ours in patches))
 
@@ -49,7 +49,7 @@ _POSITIONS = (
 )
 _HIFI_GAN = "HifiGan.forward(self, inputs_embeds)"
 
-# Groups of one patch: their name, the model, the target, the replacement.
+# Groups of a single patch: name, model, target, replacement.
 _ALONE = (
     ("positions.m2m_100", "m2m_100", f"M2M100{_POSITIONS}", "seamless:positions"),
     ("positions.seamless_m4t", "seamless_m4t", f"SeamlessM4T{_POSITIONS}", "seamless:positions"),

@@ -1,7 +1,7 @@
 """`GenerationMixin._beam_search`: the library's rules and numbers with fewer copies, and without finished inputs.
 
-The library moves all tokens of all candidates four times in every step. Here only those of the beams that go on are
-moved, and those of a hypothesis when it becomes one of the best.
+The library copies all tokens of all candidates four times in every step. This loop copies the tokens of the beams that
+continue, and those of a hypothesis when it becomes one of the best.
 
 Tests: tests/optimizer/transformers/test_finished_inputs.py, tests/optimizer/transformers/test_beam_scores.py
 """
@@ -31,14 +31,14 @@ from fastgen.optimizer.transformers.processors import (
     writing_processors,
 )
 
-# What the library adds to the score of a candidate that is out of the race, and gives to slots that are free.
+# The library's score of empty slots, which it also adds to the scores of candidates that are out of the race.
 OUT = -1.0e9
-# Above this score nothing that is out of the race comes near.
+# Scores of candidates that are out of the race are below this.
 LOWEST = OUT / 2
 
-NAN = Reason("NAN", "scores became NaN after inputs had left the batch: the library begins anew")
+NAN = Reason("NAN", "scores became NaN after inputs had left the batch: the library starts again")
 
-# The methods of the library's loop whose work is done here.
+# The methods of the library's loop that this loop replaces.
 METHODS = (
     "_update_finished_beams",
     "_get_top_k_continuations",
@@ -65,8 +65,8 @@ def beam_search(
     theirs = partial(original, self, *arguments, **model_kwargs)
     if (call := current_call()) is None:
         return theirs()
-    given = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs
-    call.host.checks = checks = CallChecks(call, self, LoopArguments(*given, methods=METHODS))
+    passed = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs
+    call.host.checks = checks = CallChecks(call, self, LoopArguments(*passed, methods=METHODS))
     if reasons := checks.settings or checks.loop:
         call.report.add_reasons(LOOP, reasons)
         return theirs()
@@ -81,7 +81,7 @@ def beam_search(
 
 
 def update_finished_beams(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`GenerationMixin._update_finished_beams`: notes the scores that the library's loop has found so far."""
+    """Replaces `GenerationMixin._update_finished_beams`: stores the scores that the library's loop has reached."""
     updated = original(self, *args, **kwargs)
     if (call := current_call()) is not None:
         call.host.beam_scores = updated[1]
@@ -89,20 +89,20 @@ def update_finished_beams(original: Callable, self: Any, *args: Any, **kwargs: A
 
 
 class ScoresAreNaN(Exception):
-    """NaN counts as the best score, for inputs that have left, too: only a search with all of them can go on."""
+    """A score is NaN, which counts as the best, also for inputs that have left; only a search with all can continue."""
 
 
 class BeamSearch:
     """The search for the outputs of B inputs, with M beams each.
 
-    input_ids: of the beams, `[B * M, length]`. prompt: a copy, with which the search goes on after the first step: the
-    library, too, copies the prompt before a processor can write into it. scores: sums of log-probabilities of the
-    beams, the best first, `[B, M]`. best: the tokens of the M best hypotheses,
-    prompt included, `[B, M, max_length]`; best_scores, lengths, complete: their scores, their numbers of generated
-    tokens, and whether they have ended, `[B, M]`. can_improve: whether a beam may still become one of them, `[B, 1]`.
-    is_full: whether an input takes no further hypotheses because there are enough, `[B, 1]`.
-    batch_index: which inputs of the batch these are, `[B]`. late_stop: where the end is read one step late, because
-    the host is not to wait for the device; has_ended: whether the search was over before this step, on the device.
+    input_ids: the tokens of the beams, `[B * M, length]`. prompt: a copy of the prompt; from the second step on the
+    search reads this one, because a processor may have written into the original (as in the library). scores: sums of
+    log-probabilities of the beams, the best first, `[B, M]`. best: the tokens of the M best hypotheses, with the
+    prompt, `[B, M, max_length]`; best_scores, lengths, complete: their scores, numbers of generated tokens, and whether
+    they have ended, `[B, M]`. can_improve: whether a beam may still become one of them, `[B, 1]`. is_full: whether an
+    input has enough hypotheses and takes no more, `[B, 1]`. batch_index: the indices of these inputs in the batch,
+    `[B]`. late_stop: reads the end one step late, so that the host does not wait for the device, or None; has_ended:
+    whether the search was over before this step, on the device.
     """
 
     def __init__(self, input_ids: Tensor, config: Any, step: TransformersDecodeStep) -> None:
@@ -112,7 +112,7 @@ class BeamSearch:
         self.num_candidates = max(2, 1 + (0 if eos is None else eos.shape[0])) * self.num_beams
         self.input_ids, self.prompt = input_ids, input_ids.clone()
         self.scores = torch.zeros((inputs, self.num_beams), dtype=torch.float32, device=device)
-        self.scores[:, 1:] = OUT  # all beams begin alike: only the first one's candidates count
+        self.scores[:, 1:] = OUT  # all beams are equal at first: only the first one's candidates count
         fill = (config._pad_token_tensor or eos[0]) if eos is not None else -1
         self.best = torch.full((inputs, self.num_beams, config.max_length), fill, dtype=torch.int64, device=device)
         self.best[:, :, : self.prompt_length] = input_ids.view(inputs, self.num_beams, -1)
@@ -124,12 +124,12 @@ class BeamSearch:
         self.is_constrained = [*map(type, step.processors)] == [PrefixConstrainedLogitsProcessor]
         self.batch_index = torch.arange(inputs, device=device)
         self.beam_ids = torch.arange(self.num_beams, device=device)
-        self.results: tuple[Tensor, ...] | None = None  # of all inputs, once some have left
+        self.results: tuple[Tensor, ...] | None = None  # the hypotheses of all inputs, once some have left
         self.late_stop = LateStopCheck(device) if step.stops_late else None
         self.has_ended = torch.zeros((), dtype=torch.bool, device=device)
 
     def run(self, stopping_criteria: Any) -> Tensor:
-        """The sequences `[inputs * num_return_sequences, length]`, as the library returns them."""
+        """Returns the sequences `[inputs * num_return_sequences, length]` that the library returns."""
         stop = False
         while not stop:
             stop, is_final = self.advance(*self.candidates(), stopping_criteria)
@@ -145,13 +145,13 @@ class BeamSearch:
         return best[:, :returned, :length].flatten(0, 1)
 
     def candidates(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The best of all next tokens: their scores, the rows that they continue, and the tokens, `[B, C]` each."""
+        """Returns the best next tokens: their scores, the rows that they continue, and the tokens, `[B, C]` each."""
         logits = self.step.logits(self.input_ids)
         allowed = self.allowed_candidates(logits) if self.is_constrained else None
         log_probs, width = None, logits.shape[1]
         if allowed is None and self.step.processors:
             log_probs = self.step.processors(self.input_ids, functional.log_softmax(logits, dim=-1))
-            # With the library's operations, whose errors these are; a processor may cut tokens off, or add some.
+            # With the library's operations, so that errors are the library's: a processor may remove or add tokens.
             by_beam = torch.reshape(log_probs, [*self.scores.shape, *log_probs.shape[1:]])
             log_probs, width = by_beam.flatten(0, 1), by_beam.shape[-1]
             if by_beam.dim() != 3:
@@ -165,36 +165,36 @@ class BeamSearch:
         return candidates, first_rows[:, None] + beams, tokens
 
     def allowed_candidates(self, logits: Tensor) -> Candidates | None:
-        """The scores and indices `[B, C]` of the best where a trie says what is allowed; None where all count."""
-        found, count_of_rows = None, self.input_ids.shape[0]
+        """Returns scores and indices `[B, C]` of the best tokens that a trie allows; None if all tokens count."""
+        candidates, count_of_rows = None, self.input_ids.shape[0]
         if (trie := trie_alone(self.step.processors, logits.shape[1])) is None:
             return None
         racing = (self.scores.flatten() > LOWEST).nonzero().flatten() if trie.at_dead_ends else ()
-        if len(racing) not in (0, count_of_rows):  # these may be enough: in the first step it is one row of each input
+        if len(racing) not in (0, count_of_rows):  # may suffice: in the first step, one row of each input
             rows, tokens = trie.allowed_sync(self.input_ids[racing])
-            found = best_of_different(logits, self.scores, racing[rows], tokens, self.num_candidates)
-        if found is None:
+            candidates = best_of_different(logits, self.scores, racing[rows], tokens, self.num_candidates)
+        if candidates is None:
             rows, tokens = trie.allowed_sync(self.input_ids)
             if not all_rows_occur(rows, count_of_rows):
                 return None
-            found = best_of_allowed(logits, self.scores, rows, tokens, self.num_candidates)
-        if found is not None:
+            candidates = best_of_allowed(logits, self.scores, rows, tokens, self.num_candidates)
+        if candidates is not None:
             count(ALONE)
-        return found
+        return candidates
 
     def advance(
         self, candidates: Tensor, parents: Tensor, tokens: Tensor, stopping_criteria: Any
     ) -> tuple[bool, list[bool]]:
-        """Goes on with the best of the candidates, see `candidates`.
+        """Continues with the best of the candidates, see `candidates`.
 
-        Returns whether the search has ended, and for each input whether its hypotheses can change no more.
+        Returns whether the search has ended, and for each input whether its hypotheses are final.
         """
         length = self.input_ids.shape[1] + 1
-        # The criteria look at the last token and at the length, so that one column stands for all.
+        # The criteria read only the last token and the length, so the last column in place of all is enough.
         ended = stopping_criteria(tokens.view(-1, 1).expand(-1, length), None).view(tokens.shape)
-        going_on = candidates + ended.to(torch.float32) * OUT
-        chosen = torch.topk(going_on, k=self.num_beams)[1]
-        self.scores = going_on.gather(1, chosen)
+        continuing = candidates + ended.to(torch.float32) * OUT
+        chosen = torch.topk(continuing, k=self.num_beams)[1]
+        self.scores = continuing.gather(1, chosen)
         entering = self.enter(candidates, ended, length - self.prompt_length)
         stop, is_final = self.judge(ended, length - self.prompt_length)
         if self.late_stop is None:
@@ -209,20 +209,20 @@ class BeamSearch:
         if not stop:
             next_tokens = tokens.gather(1, chosen).view(-1, 1)
             self.input_ids = torch.cat([self.input_ids.index_select(0, beam_idx), next_tokens], dim=1)
-        self.step.reorder(beam_idx)  # after the last step, too: a program may keep the cache
+        self.step.reorder(beam_idx)  # after the last step, too: user code may keep the cache
         return stop, is_final
 
     def enter(self, candidates: Tensor, ended: Tensor, generated: int) -> Tensor:
-        """The M best, `[B, M]`, of the best so far (numbers 0 to M - 1) and the candidates `[B, C]` (from M on)."""
+        """Returns the M best, `[B, M]`, of the best so far (numbers 0 to M - 1) and the candidates (from M on)."""
         ended = ended.clone()
-        ended[:, self.num_beams :] = False  # the others are there so that enough go on
+        ended[:, self.num_beams :] = False  # the other candidates only ensure that enough continue
         scores = candidates / (generated**self.config.length_penalty)
         scores += self.is_full.to(torch.float32) * OUT
         scores += (~self.can_improve).to(torch.float32) * OUT
         scores += (~ended) * OUT
         merged = torch.cat([self.best_scores, scores], dim=1)
         entering = torch.topk(merged, k=self.num_beams)[1]
-        if self.late_stop is not None:  # after the end nothing enters any more
+        if self.late_stop is not None:  # after the end, no hypothesis is added
             entering = torch.where(self.has_ended, self.beam_ids, entering)
         self.best_scores = merged.gather(1, entering)
         self.complete = torch.cat([self.complete, ended], dim=1).gather(1, entering)
@@ -231,7 +231,7 @@ class BeamSearch:
         return entering
 
     def judge(self, ended: Tensor, generated: int) -> tuple[Tensor, Tensor]:
-        """Whether the search has ended, and for each input, `[B, 1]`, whether its hypotheses can change no more."""
+        """Returns whether the search has ended, and for each input, `[B, 1]`, whether its hypotheses are final."""
         config = self.config
         if config.early_stopping == "never" and config.length_penalty > 0.0:
             generated = config.max_length - self.prompt_length
@@ -252,20 +252,20 @@ class BeamSearch:
         self.best[:, :, :length] = merged.gather(1, entering[:, :, None].expand(-1, -1, length))
 
     def compact(self, remaining: list[int]) -> None:
-        """Drops the inputs that are not among these."""
+        """Drops the inputs that are not among `remaining`."""
         self.results = self.stored()
-        kept = torch.tensor(remaining, device=self.batch_index.device)
-        rows = (kept[:, None] * self.num_beams + self.beam_ids).flatten()
-        self.step.compact(kept, rows)
+        batch_index = torch.tensor(remaining, device=self.batch_index.device)
+        rows = (batch_index[:, None] * self.num_beams + self.beam_ids).flatten()
+        self.step.compact(batch_index, rows)
         self.input_ids = self.input_ids.index_select(0, rows)
         for name in ("scores", "best", "best_scores", "lengths", "complete", "can_improve", "is_full", "batch_index"):
-            setattr(self, name, getattr(self, name).index_select(0, kept))
+            setattr(self, name, getattr(self, name).index_select(0, batch_index))
 
     def stored(self) -> tuple[Tensor, ...]:
-        """Best, lengths and best_scores of all inputs, with what was found for those that are there."""
-        found = self.best, self.lengths, self.best_scores
-        if self.results is None:  # all inputs are there
-            return found
-        for results, values in zip(self.results, found):
+        """Returns best, lengths and best_scores of all inputs, with the present ones of those that remain."""
+        current = self.best, self.lengths, self.best_scores
+        if self.results is None:  # no input has left
+            return current
+        for results, values in zip(self.results, current):
             results[self.batch_index] = values
         return self.results

@@ -1,6 +1,6 @@
-"""One call of `GenerationMixin.generate`: its patch, faster forwards while it runs, and what its caller reads of it.
+"""One call of `GenerationMixin.generate`: its patch, faster forwards while it runs, and the outputs its caller uses.
 
-    generate                        makes the GenerateCall, and notes what the arguments say about the call
+    generate                        creates the GenerateCall, and stores what the arguments say about the call
       swap_forwards                 for the time of the call, on the modules of large models
       _sample, _beam_search         token_loop.py, beam_search.py: a turn for each token; without outputs nobody reads
         _prefill                    prefill.py: once per input; its cache becomes a KVCache
@@ -8,7 +8,7 @@
     end of the call                 caches become the library's again, and the report is complete
 
 fastgen's loops serve calls that return no scores or hidden states of each step. fastgen's command and the patches of
-Seamless M4T say by `only_outputs` what they read: such a call runs as one that returns sequences alone.
+Seamless M4T declare with `only_outputs` what they read: such a call runs as one that returns sequences alone.
 
 Tests: tests/optimizer/transformers/test_generate_models.py, tests/optimizer/transformers/test_generate_options.py,
 tests/optimizer/transformers/test_returned_cache.py, tests/optimizer/transformers/test_beam_scores.py,
@@ -50,18 +50,18 @@ SEQUENCES_SCORES, ENCODER_STATES = "sequences_scores", "encoder_hidden_states"
 
 TOO_SMALL = Reason("TOO_SMALL", "the model and the call are too small to gain")
 
-# Arguments that are called between steps.
+# Arguments that the library calls between steps.
 _CALLBACKS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
 
-# Values of cache_implementation for which no version of transformers compiles.
+# Values of cache_implementation for which no version of transformers compiles the model.
 _NEVER_COMPILED = (None, "dynamic", "dynamic_full", "offloaded", "quantized")
 
 
 def generate(original: Callable, self: checks.HostModel, *args: Any, **kwargs: Any) -> Any:
     """Runs the library's `generate` inside a `GenerateCall`.
 
-    fastgen is off in a call that is too small to gain, and if results of this class have differed.
-    args: `inputs` and `generation_config`, then what steps may call; after eight of them `custom_generate`.
+    fastgen is off in a call that is too small to gain, and if results of this model's class have differed.
+    args: `inputs` and `generation_config`, then objects that steps may call; the ninth is `custom_generate`.
     """
     with generate_call(self) as call:
         untested = checks.untested_reasons(self)
@@ -83,7 +83,7 @@ def generate(original: Callable, self: checks.HostModel, *args: Any, **kwargs: A
             with swap_forwards(self, args, kwargs, call):
                 result = original(self, *args, **kwargs)
         finally:
-            call.host.to_verify = call.host.checks = None  # which hold the model and all arguments
+            call.host.to_verify = call.host.checks = None  # they hold the model and all arguments
         if call.report.stages:
             call.end_stage("decoder")
         if not call.rows:
@@ -94,7 +94,7 @@ def generate(original: Callable, self: checks.HostModel, *args: Any, **kwargs: A
 def _tiny_reasons(
     call: GenerateCall, model: checks.HostModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Reason]:
-    """Why a call cannot gain what fastgen costs; empty if it can, or if it is not known how large it is."""
+    """Returns why a call cannot gain what fastgen costs; empty if it can, or if its size is unknown."""
     prompt, steps = args[0] if args else kwargs.get("input_ids"), kwargs.get("max_new_tokens")
     reuses_prefix = next(settings_of(kept_prefix.PrefixReuse), None) is not None
     if not isinstance(prompt, Tensor) or type(steps) is not int or reuses_prefix:
@@ -112,9 +112,9 @@ def _tiny_reasons(
 def swap_forwards(
     model: checks.HostModel, args: tuple, kwargs: dict[str, Any], call: GenerateCall
 ) -> AbstractContextManager[None]:
-    """Puts faster forwards on the model's modules while this call runs, if the model is so large that this pays.
+    """Sets faster forwards on the model's modules while this call runs, if the model is large enough to gain.
 
-    It puts none on where the call may compile the model, as the library does for caches that have a static shape.
+    None are set if the call may compile the model, as the library does for caches with a static shape.
     """
     if not call.costs.should_swap_forwards(size_of(model, checks.KNOWN), kwargs.get("max_new_tokens")):
         return nullcontext()
@@ -128,17 +128,17 @@ def swap_forwards(
 
 
 def forwards() -> dict[type[nn.Module], Forward]:
-    """The faster forwards by the type of their module."""
+    """Returns the faster forwards by the type of their module."""
     products = linears()
     if products and isinstance(torch.addmm, BuiltinFunctionType):
-        products[Conv1D] = partial(multiply, is_transposed=True)  # GPT-2's
+        products[Conv1D] = partial(multiply, is_transposed=True)  # in GPT-2
     return {NewGELUActivation: new_gelu, **products}
 
 
 def new_gelu(forward: FasterForward, input: Tensor, call: GenerateCall) -> Tensor | None:
-    """The GELU of GPT-2, GPT-J, T5 v1.1 and others, in one pass over the tensor instead of eight.
+    """Computes the GELU of GPT-2, GPT-J, T5 v1.1 and others in one pass over the tensor instead of eight.
 
-    In half precision the original rounds after each of its steps, which a table repeats.
+    In half precision the original rounds after each of its operations; a table reproduces that.
     """
     if torch.is_grad_enabled() or type(input) is not Tensor or is_transformed():
         return None
@@ -157,25 +157,25 @@ def _table_of_new_gelu(dtype: torch.dtype) -> Tensor:
     return lookup.table_of(NewGELUActivation(), dtype)
 
 
-# What the caller reads.
+# The outputs that the caller uses.
 
 
 class UsedOutputs(tuple[str, ...]):
-    """The outputs besides `sequences` that the caller reads."""
+    """The outputs that the caller reads in addition to `sequences`."""
 
 
 def only_outputs(*outputs: str) -> AbstractContextManager[None]:
     """Returns a context whose calls of `generate`, if they ask for `scores`, return `sequences` and these outputs only.
 
-    `scores` are a tensor `[rows, vocabulary_size]` of each step, gigabytes for a batch of summaries, and the library
-    gives `sequences_scores` only with them. All outputs are kept if a call asks for other ones than scores and the
-    encoder's hidden states, and if fastgen is off.
+    `scores` are a tensor `[rows, vocabulary_size]` for each step, gigabytes for a batch of summaries, and the library
+    returns `sequences_scores` only with them. No output is dropped if a call asks for more than scores and the
+    encoder's hidden states, or if fastgen is off.
     """
     return setting(UsedOutputs(outputs))
 
 
 def drop_unused_outputs(loop: Callable) -> Callable:
-    """Wraps a replacement of one of the library's loops: it drops the outputs that the caller does not use."""
+    """Wraps a replacement of one of the library's loops, and drops the outputs that the caller does not use."""
     signature = inspect.signature(loop)
 
     @wraps(loop)

@@ -1,19 +1,19 @@
-"""`CallChecks` decides whether a call of transformers, or a part of it, is left alone.
+"""`CallChecks` decides whether a call of transformers, or a part of it, is left to the library.
 
-Each part of a call has a table of reasons, code and text and condition; fastgen does the part if none holds. To add a
-reason, add a row. The codes are explained in fastgen/reasons.py.
+Each part of a call has a table of reasons: code, text and condition. fastgen does the part if no condition holds. To
+add a reason, add a row. fastgen/reasons.py explains the codes.
 
-    rows         one row of each group of equal rows may stand for the group: prompts, captured steps, compaction
+    rows         one row of each group of equal rows can represent the group: prompts, captured steps, compaction
     prefill_sync the prefill runs with one row of each group
-    prefix       a common prefix is computed once; prefixes.py adds what the arguments of the forward tell
+    prefix       a common prefix is computed once; prefixes.py adds reasons in the arguments of the forward
     settings     the caller asks for nothing that only the library's loop does
     loop         the decoding loop is fastgen's
-    capture      its steps are captured; what holds for every host is in `graphs.can_capture`
+    capture      its steps are captured; `graphs.can_capture` adds reasons common to all hosts
     compaction   finished inputs leave the batch
 
 Before any of these, the patch of `generate` switches fastgen off for tiny calls and for classes that gave other
-results. The `CostModel` is asked first whether a part is worthwhile. Reasons that lie in an argument are found by
-row_groups.py, those that lie in a cache by kv_layers.py: rows of these tables ask them.
+results. The `CostModel` decides first whether a part is worthwhile. row_groups.py finds reasons in arguments, and
+kv_layers.py reasons in caches, for rows of these tables.
 
 Tests: tests/optimizer/transformers/test_replaced_code.py, tests/optimizer/transformers/test_training_mode.py,
 tests/optimizer/transformers/test_captured_steps.py, tests/optimizer/transformers/test_replaced_loop.py,
@@ -57,7 +57,7 @@ from fastgen.optimizer.transformers import TESTED, compat, kv_layers, processors
 from fastgen.optimizer.transformers.row_groups import RowGroups
 from fastgen.provenance import PYTHON, comes_with, packages_of
 
-# A model of the library, or of a class that has its `generate`.
+# A model of the library, or of another class with the library's `generate`.
 HostModel: TypeAlias = GenerationMixin
 
 _REGISTRIES = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, compat.EXPERTS_FUNCTIONS)
@@ -65,7 +65,7 @@ _REGISTERED_AS = ("_attn_implementation", "_experts_implementation")
 
 
 def _registered_names(modules: Iterable[nn.Module]) -> frozenset[str]:
-    """Under which names modules call functions of the library's registries: attention, masks, experts."""
+    """Returns the names under which modules call registered functions: attention, masks, experts."""
     configs = {id(config): config for module in modules if (config := vars(module).get("config")) is not None}
     return frozenset(str(getattr(config, name, None)) for config in configs.values() for name in _REGISTERED_AS)
 
@@ -80,14 +80,14 @@ def _encoder_of(model: nn.Module) -> nn.Module | None:
 
 
 KNOWN = KnownCode(
-    # Packages whose modules and forwards treat every row alike, and what the library itself calls.
+    # Packages whose modules and forwards treat every row alike, and those that the library itself calls.
     packages=PYTHON | {
         "transformers", "torch", "torchvision", "torchaudio", "timm", "peft", "accelerate", "bitsandbytes", "torchao",
         "optimum", "hqq", "gptqmodel", "auto_gptq", "awq", "kernels", "liger_kernel", "trl", "fastgen", "numpy",
         "einops", "flash_attn", "causal_conv1d", "mamba_ssm", "deepspeed", "huggingface_hub", "packaging",
         "safetensors", "scipy", "tokenizers",
     },
-    # Captured outputs, weight norms, pruning, moves to a device, partials of these.
+    # Hooks for captured outputs, weight norms, pruning and moves to a device, and partials of these.
     hooks=frozenset({"transformers", "torch", "accelerate", "functools", "trl"}),
     files=(
         "transformers.activations", "transformers.cache_utils", "transformers.generation.utils",
@@ -104,12 +104,12 @@ KNOWN = KnownCode(
 
 
 def is_known_class(model: object) -> bool:
-    """Whether the model's class is of transformers or of fastgen, whose parity the tests compare."""
+    """Whether the model's class is from transformers or fastgen, for which tests check parity."""
     return type(model).__module__.partition(".")[0] in ("transformers", "fastgen")
 
 
 def untested_reasons(model: HostModel) -> list[Reason]:
-    """What no test covers: a class that is not of transformers or fastgen, or a newer transformers; else empty."""
+    """Returns what no test covers: a class that is not from transformers or fastgen, or a newer transformers."""
     text = f"transformers {transformers_version} is newer than the newest tested {TESTED[1]}"
     if not is_known_class(model):
         text = f"{type(model).__module__}.{type(model).__qualname__} is not a class of transformers"
@@ -122,12 +122,12 @@ def untested_reasons(model: HostModel) -> list[Reason]:
 class TransformersCall:
     """The part of a `GenerateCall` that only transformers' patches read and write.
 
-    user_cache: the caller passed a cache. user_code: code that is not the host's works with the cache. has_callbacks:
-    the caller passed what is called between steps, which may change the model. share: what equal rows have in common is
-    stored once wherever it can be (True), nowhere (False), or where it pays (None). to_verify: the call with its
-    arguments, where it has to be compared with the original before anything is shared. beam_scores: of the best
-    hypotheses that beam search has found, `[inputs, num_beams]`, the best first. encoded: see `models/seamless.py`.
-    checks: the `CallChecks` of the call's last loop.
+    user_cache: whether the caller passed a cache. user_code: whether code that is not the host's uses the cache.
+    has_callbacks: whether the caller passed objects that are called between steps, which may change the model. share:
+    whether keys and values of equal rows are stored once wherever possible (True), never (False), or where worthwhile
+    (None). to_verify: the call with its arguments, if it must be compared with the original before anything is shared.
+    beam_scores: the scores of beam search's best hypotheses, `[inputs, num_beams]`, the best first. encoded: see
+    `models/seamless.py`. checks: the `CallChecks` of the call's last loop.
     """
 
     user_cache: bool = False
@@ -141,28 +141,28 @@ class TransformersCall:
 
 
 def generate_call(model: Any, has_stages: bool = False, has_steps: bool = True) -> GenerateCall:
-    """Returns a context inside of which `current_call()` is a new call of this model's `generate`."""
+    """Returns a context in which `current_call()` is a new call of this model's `generate`."""
     report = Report(type(model).__name__, has_steps=has_steps)
     return GenerateCall(report, TransformersCall(), has_stages=has_stages)
 
 
 def current_call() -> GenerateCall | None:
-    """Returns the innermost call that runs, or None outside of one and in a call of another host."""
+    """Returns the innermost running call, or None outside of calls and in a call of another host."""
     call = decoding_call.current_call()
     return call if call is not None and isinstance(call.host, TransformersCall) else None
 
 
-# What fastgen's loops replace, and do not call: patches, methods, criteria whose answers depend on each row alone.
+# What fastgen's loops replace without calling it: patches, methods, and criteria that depend on each row alone.
 LOOPS = ("transformers.sample", "transformers.beam_search")
 METHODS = ("_has_unfinished_sequences",)
 CRITERIA = {EosTokenCriteria, MaxLengthCriteria}
 
-# Rotary positions that are scaled by the longest prompt seen.
+# Types of rotary positions that are scaled by the longest prompt so far.
 _GROWING_ROPE = {"dynamic", "longrope"}
 
 
 class LoopArguments(NamedTuple):
-    """What the library calls one of its loops with. methods: those of its loop whose work is done by fastgen's."""
+    """The arguments of one of the library's loops. methods: the methods of that loop that fastgen's replaces."""
 
     input_ids: Tensor
     logits_processor: Any
@@ -175,10 +175,10 @@ class LoopArguments(NamedTuple):
 
 
 class CallChecks:
-    """Why parts of a call are left to the library: a table for each part, of which no row holds if fastgen does it.
+    """The reasons why parts of a call are left to the library: a table for each part, of which none may hold.
 
-    The patch of a loop makes them, and the call holds them for the prefill. arguments: those of the loop, without which
-    there are only `rows` and `row_states`.
+    The patch of a loop creates the object, and the call holds it for the prefill. arguments: the arguments of the loop;
+    without them only `rows` and `row_states` are available.
     """
 
     known_code = KNOWN
@@ -187,21 +187,21 @@ class CallChecks:
         self.call, self.model, self.decoder = call, model, model
         self.arguments: LoopArguments = arguments
         self._rows: tuple[ModelFacts | None, list[Reason]] = None, []
-        attention, supported = getattr(model.config, "_attn_implementation", None), ("sdpa", "eager")  # of two tables
+        attention, supported = getattr(model.config, "_attn_implementation", None), ("sdpa", "eager")  # for two tables
         self._attention = "ATTENTION", f"attention {attention} (supported: sdpa, eager)", attention not in supported
 
     @classmethod
     def of(cls, call: GenerateCall, model: HostModel) -> CallChecks:
-        """Returns those of the loop that runs; others if none does, or if it is not of this model."""
+        """Returns the checks of the running loop, or new ones if none runs or it belongs to another model."""
         checks = call.host.checks
         return checks if checks is not None and checks.model is model else cls(call, model)
 
     @property
     def rows(self) -> list[Reason]:
-        """Why rows may depend on each other, or on their number, by what is in the model and around it.
+        """The reasons in the model and its surroundings why rows may depend on each other, or on their number.
 
-        If nothing does, a forward of some of the rows gives them what a forward of all rows would. The table is looked
-        at again if the model has changed.
+        If there are none, a forward of some rows gives the same as a forward of all rows. The table is evaluated again
+        if the model has changed.
         """
         facts = self.call.facts_of(self.model, KNOWN)
         if self._rows[0] is not facts:
@@ -211,8 +211,8 @@ class CallChecks:
     def _row_reasons(self, facts: ModelFacts) -> list[Reason]:
         kind, switched_on = self.model.config.model_type, [] if facts.training is None else [facts.training]
         if not switched_on and (name := facts.foreign_in_training) is not None:
-            switched_on = [f"{named(name)}, of a class of the program's, is in training mode"]
-        # Other classes than the library's are verified.
+            switched_on = [f"{named(name)}, of a class that is not the library's, is in training mode"]
+        # Models of other classes than the library's are verified.
         user_code = facts.user_code if is_known_class(self.model) else [what for _, what in facts.replaced]
         hooks = [facts.hooks[0][1]] if facts.hooks else []
         compiled = [named(facts.compiled[0])] if facts.compiled else []
@@ -228,14 +228,14 @@ class CallChecks:
 
     @property
     def is_verified_first(self) -> bool:
-        """Whether the first prefill that shares is compared with the library's: nobody has done so for this model."""
+        """Whether the first prefill that shares is compared with the library's, because no test covers the model."""
         return bool(untested_reasons(self.model))
 
     def row_states(self, sizes: set[int], before: dict[tuple[int, str], Tensor] | None = None) -> list[Reason]:
-        """What the model's modules hold that may be of the rows: tensors that are as long as one of `sizes`.
+        """Returns the reason, if any, that modules hold states of the rows: tensors as long as one of `sizes`.
 
-        Some models keep such states (RecurrentGemma's recurrent states, the rope_deltas of Qwen2-VL). before: what they
-        held at another time (`ModelFacts.row_tensors`), which does not count.
+        Some models store such states (RecurrentGemma's recurrent states, the rope_deltas of Qwen2-VL). before: tensors
+        that they held earlier (`ModelFacts.row_tensors`), which are ignored.
         """
         names = set()
         for key, value in self.call.facts_of(self.model, KNOWN).row_tensors().items():
@@ -244,36 +244,36 @@ class CallChecks:
         return that_hold(("MODEL_STATE", "the model keeps states of its rows in {}", sorted(names)))
 
     def prefill_sync(self, arguments: dict[str, Any], generation_config: Any, groups: RowGroups) -> list[Reason]:
-        """Why a prefill has to run with all rows, and not with one of each group. May read the device."""
-        cache, of_cache = kv_layers.cache_of(arguments), []
+        """Returns why a prefill must run with all rows instead of one of each group. May read the device."""
+        cache, cache_reasons = kv_layers.cache_of(arguments), []
         if self.call.host.user_cache:
-            of_cache = [USER_CACHE]
+            cache_reasons = [USER_CACHE]
         elif kv_layers.is_static(cache):
-            of_cache = _static_cache_reasons(cache, generation_config)
+            cache_reasons = _static_cache_reasons(cache, generation_config)
         elif cache is not None:
-            of_cache = kv_layers.unsupported_reasons(cache)
+            cache_reasons = kv_layers.unsupported_reasons(cache)
         elif arguments.get("use_cache", True) and not getattr(self.model, "_supports_default_dynamic_cache", bool)():
-            of_cache = [Reason("MODEL_CACHE", "the model makes its own cache")]
-        of_arguments = row_groups.unsupported_reasons(self.model.config.model_type, arguments, groups.rows)
-        reasons = self.rows + of_cache + of_arguments
+            cache_reasons = [Reason("MODEL_CACHE", "the model makes its own cache")]
+        argument_reasons = row_groups.unsupported_reasons(self.model.config.model_type, arguments, groups.rows)
+        reasons = self.rows + cache_reasons + argument_reasons
         differ = not (reasons or groups.are_equal or row_groups.groups_are_equal_sync(arguments, groups))
         return [Reason("ROWS_DIFFER", "the rows of an input differ from each other")] if differ else reasons
 
     def prefix(self, cache: Any, most: int, moves_columns: bool, has_positions: bool) -> list[Reason]:
-        """Why a forward cannot follow a common prefix in this cache, for up to `most` positions.
+        """Returns why a forward cannot continue from a common prefix in this cache, for up to `most` positions.
 
-        moves_columns: those of a row change places. has_positions: the model is told the positions of tokens.
+        moves_columns: whether columns of a row change places. has_positions: whether the model takes position_ids.
         """
         kind, is_old = self.model.config.model_type, not compat.LAYERS_ARE_KNOWN
         has_layers = cache is not None and not kv_layers.is_static(cache)
         is_lost = moves_columns and not has_positions and kind not in compat.POSITIONS_OF_MASK
         counted = compat.COUNTED_COLUMNS.get(kind)
         text: Any = self.model.config.get_text_config(decoder=True)
-        ropes = getattr(text, "rope_parameters", None)  # of all layers, or for each type of layer
+        ropes = getattr(text, "rope_parameters", None)  # for all layers, or for each type of layer
         ropes = [ropes, *ropes.values()] if isinstance(ropes, dict) else []
         kinds = {str(rope.get("rope_type")) for rope in ropes if isinstance(rope, dict)}
         return that_hold(
-            ("TRANSFORMERS_VERSION", "transformers before 5.17 goes on from a cache in another way", is_old),
+            ("TRANSFORMERS_VERSION", "transformers before 5.17 continues from a cache in another way", is_old),
             untested_reasons(self.model),
             self._attention,
             ("CACHE_TYPE", "there is no DynamicCache", not has_layers),
@@ -285,7 +285,7 @@ class CallChecks:
 
     @cached_property
     def settings(self) -> list[Reason]:
-        """Why the call needs the library's loop, by what the caller asks for: then nothing else is looked at."""
+        """The reasons in the caller's settings why the library's loop must run; checked before everything else."""
         arguments, config = self.arguments, self.arguments.generation_config
         is_beam_search = bool(arguments.methods)
         return that_hold(
@@ -297,7 +297,7 @@ class CallChecks:
 
     @cached_property
     def loop(self) -> list[Reason]:
-        """Why the library's loop cannot be replaced by one of fastgen."""
+        """The reasons why fastgen's loop cannot replace the library's."""
         call, arguments, config = self.call, self.arguments, self.arguments.generation_config
         criteria, called = arguments.stopping_criteria, (arguments.logits_processor, arguments.stopping_criteria)
         cache, untested = kv_layers.cache_of(arguments.model_kwargs), untested_reasons(self.model)
@@ -327,13 +327,13 @@ class CallChecks:
 
     @cached_property
     def capture(self) -> list[Reason]:
-        """Why steps are not captured, as far as arguments and configuration tell; see `graphs.can_capture`."""
+        """The reasons in arguments and configuration why steps are not captured; see `graphs.can_capture`."""
         model, arguments, name = self.model, self.arguments.model_kwargs, type(self.model).__name__
         most, cache = self.arguments.generation_config.max_length or 0, arguments.get(CACHE)
         waits = not getattr(model, "_can_compile_fullgraph", False)
         waits = waits and model.config.model_type not in compat.SYNC_FREE
         embedding: Any = getattr(model.get_decoder(), "embed_positions", None)
-        table = getattr(embedding, "weights", None)  # M2M100's would have to grow
+        table = getattr(embedding, "weights", None)  # M2M100's table would have to grow
         positions = len(table) if isinstance(table, Tensor) else None
         is_short = positions is not None and most + embedding.padding_idx + 1 > positions
         return that_hold(
@@ -350,9 +350,9 @@ class CallChecks:
     def compaction(
         self, rows: int, rows_per_input: int, model_kwargs: dict[str, Any], cache_reasons: Sequence[Reason]
     ) -> list[Reason]:
-        """Why finished inputs stay in the batch as it is at this step: what remains may depend on them.
+        """Returns why finished inputs must stay in the batch at this step, such as others that may depend on them.
 
-        cache_reasons: why the rows of its cache cannot be moved.
+        cache_reasons: why the rows of the cache cannot be moved.
         """
         coupled = self.call.facts_of(self.model, KNOWN).coupled
         return (
@@ -371,7 +371,7 @@ class CallChecks:
 
 
 def _static_cache_reasons(cache: Any, generation_config: Any) -> list[Reason]:
-    """Why a prefill of one row of each group cannot fill the library's static cache for all rows."""
+    """Returns why a prefill of one row of each group cannot fill the library's static cache for all rows."""
     if generation_config.prefill_chunk_size is not None:
         text = "the cache is a StaticCache, for which the library may compile a prefill in chunks"
         return [Reason("CHUNKED_PREFILL", text)]
@@ -384,10 +384,10 @@ def _static_cache_reasons(cache: Any, generation_config: Any) -> list[Reason]:
 
 
 def _is_in_mode() -> bool:
-    """Whether a mode of torch that the program has entered would see fewer rows, or other functions."""
+    """Whether a TorchFunctionMode or TorchDispatchMode of user code would see fewer rows, or other functions."""
     return is_watched() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _runs_library_code(called: object) -> bool:
-    """Whether a call of this object, of a class that the library has, runs the library's code."""
+    """Whether calling this object, of a class of the library, runs the library's code."""
     return packages_of(type(called).__call__) == {"transformers"}

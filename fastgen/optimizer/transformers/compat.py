@@ -1,4 +1,4 @@
-"""Differences between versions of transformers, each asked once, and between architectures, by their `model_type`.
+"""Differences between versions of transformers, each checked once, and between architectures, by `model_type`.
 
 Tests: tests/optimizer/transformers/test_captured_steps.py, tests/optimizer/transformers/test_finished_inputs.py,
 tests/optimizer/transformers/test_constrained.py
@@ -19,54 +19,54 @@ from transformers.generation import utils
 
 from fastgen.models.cache_names import CACHE
 
-# Since 5.23 the penalty knows padding; before, it took it for tokens that were seen.
+# Since 5.23 the repetition penalty ignores padding; before, it penalised it like tokens of the prompt.
 REPETITION_PENALTY_COUNTS_PADDING = Version(transformers.__version__) < Version("5.23")
 
-# The number of earlier positions among the arguments of Seamless's position embedding, the second one until 5.24.
+# The argument of Seamless's position embedding with the number of earlier positions; until 5.24 it had the second name.
 EARLIER_POSITIONS = ("cache_length", "past_key_values_length")
 
-# Experts of a mixture are called through a registry, too.
+# Mixture-of-experts layers also call their experts through a registry.
 EXPERTS_FUNCTIONS: Any = getattr(modeling_utils, "ALL_EXPERTS_FUNCTIONS", {})
 
-# Since 5.3 a step of the library's loops has these arguments.
+# Since 5.3 a step of the library's loops takes these arguments.
 STEPS_ARE_KNOWN = (
     "is_first_iteration" in inspect.signature(GenerationMixin._prefill).parameters
     and "next_sequence_length" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 )
 
-# Since 5.13 the library's beam search moves the states of Mamba, too; before, it forgot them.
+# Since 5.13 the library's beam search also moves the states of Mamba; before, it did not.
 _TEXTS = "".join(map(str, inspect.unwrap(GenerationMixin._beam_search).__code__.co_consts))
 MOVED_CACHES = utils.ALL_CACHE_NAMES if "cannot be reordered" in _TEXTS else (CACHE,)
 
-# Since 5.17 static layers have the length that `KVLayer` gives: a tensor without a dimension.
+# Since 5.17 the length of static layers is a tensor without dimensions, as `KVLayer` returns it.
 LAYERS_ARE_KNOWN = getattr(StaticLayer(1), "cumulative_length", torch.ones(1)).dim() == 0
 
 
 def optimized_for_decode(model: Any) -> AbstractContextManager[Any]:
-    """What newer versions enter around the steps of a greedy or sampling loop."""
+    """Returns the context that newer versions enter around the steps of a greedy or sampling loop."""
     return getattr(model, "_optimize_model_for_decode", nullcontext)()
 
 
-# What holds for single architectures, and no attribute of the library tells.
+# Properties of single architectures that no attribute of the library shows.
 
-# The rows of a batch have an influence on each other.
+# The rows of a batch influence each other.
 COUPLED_ROWS = {
     "nllb-moe": "the capacity of its experts depends on the number of rows",
     "big_bird": "its sparse attention draws random numbers for each row",
 }
 
-# A key's column counts beside its position.
+# A key's column matters, not only its position.
 COUNTED_COLUMNS = {
     "gpt_neo": "its local attention counts columns",
     "mpt": "its attention biases count columns",
 }
 
-# Positions are counted in the attention mask, which all rows have.
+# Positions are derived from the attention mask, which all rows have.
 POSITIONS_OF_MASK = ("bloom",)
 
-# Steps do not wait for the device with the positions of seamless.py, whatever the library says.
+# With the positions of seamless.py, steps do not wait for the device, although the library does not mark them so.
 SYNC_FREE = ("seamless_m4t", "seamless_m4t_v2")
 
-# Arguments that a model takes and does not read while it decodes. Whisper's generate goes on with the mask of all
+# Arguments that a model takes, but does not read while it decodes. Whisper's generate still passes the mask of all
 # recordings when some of them have ended, or are decoded again at another temperature.
 UNREAD_ARGUMENTS = {"whisper": ("attention_mask",)}

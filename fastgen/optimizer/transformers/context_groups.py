@@ -1,4 +1,4 @@
-"""Contexts that begin alike, in groups: what `log_likelihoods` computes once, and in which batches.
+"""Groups of contexts with a common prefix: what `log_likelihoods` computes once, and in which batches.
 
 Tests: tests/optimizer/transformers/test_log_likelihoods.py
 """
@@ -14,34 +14,34 @@ import numpy
 Tokens = tuple[int, ...]
 Pair = tuple[Tokens, Tokens]
 
-# How deep groups are looked for within groups of contexts that begin alike.
+# How deep groups within groups are searched for.
 MOST_GROUPS_WITHIN = 16
 
 
 class Context(NamedTuple):
-    """A context, and its different continuations, all with at least one token."""
+    """A context and its different continuations, all with at least one token."""
 
     tokens: Tokens
     continuations: list[Tokens]
 
     @property
     def rows(self) -> list[Tokens]:
-        """What a model gets to see of each continuation: all but its last token, whose successor nobody asks for."""
+        """The context and each continuation without its last token, which no model needs to see."""
         return [self.tokens + continuation[:-1] for continuation in self.continuations]
 
     @property
-    def behind(self) -> list[Tokens]:
+    def suffixes(self) -> list[Tokens]:
         """What follows the context in a forward: the different continuations without their last tokens."""
         return list(dict.fromkeys(one[:-1] for one in self.continuations if len(one) > 1))
 
     def shape(self, prefix: int) -> tuple[int, int, int]:
-        """The number of tokens after the prefix, of different `behind`, and of tokens of the longest of these."""
-        return len(self.tokens) - prefix, len(self.behind), max(map(len, self.behind), default=0)
+        """Returns the number of tokens after a prefix, the number of suffixes, and the longest suffix's length."""
+        return len(self.tokens) - prefix, len(self.suffixes), max(map(len, self.suffixes), default=0)
 
     def parts(self, tokens: int) -> Iterator[Context]:
-        """Yields the context with some of its continuations at a time: at most this many tokens, or one continuation.
+        """Yields parts of the context with some of its continuations: at most so many tokens, or one continuation.
 
-        Continuations of one token, which need no forward of their own, come with the first.
+        Continuations of one token, which need no forward of their own, are in the first part.
         """
         short = [one for one in self.continuations if len(one) == 1]
         longer = [one for one in self.continuations if len(one) > 1]
@@ -50,7 +50,7 @@ class Context(NamedTuple):
             yield Context(self.tokens, [*(() if start else short), *longer[start : start + count]])
 
 
-# Contexts, each with as many continuations as fit into a batch, and how many tokens all of them begin with.
+# Contexts, each with as many continuations as fit into a batch, and the length of their common prefix.
 Group = tuple[list[Context], int]
 
 
@@ -62,32 +62,33 @@ def contexts_of(pairs: Iterable[Pair]) -> list[Context]:
 
 
 def groups_of(contexts: list[Context], gains: Callable[[int], bool], tokens_per_batch: int) -> list[Group]:
-    """The contexts in groups that begin alike, and how many tokens those of each begin with.
+    """Returns the contexts in groups with a common prefix, and the length of each group's prefix.
 
-    gains: whether so many tokens that need not be computed are worth a forward more.
+    gains: returns whether saving so many tokens is worth an additional forward.
     """
     arrays = [numpy.array(context.tokens, dtype=">u4") for context in contexts]
-    order = sorted(range(len(contexts)), key=lambda number: arrays[number].tobytes())  # of words: most in common
+    # Sorted by words, so that adjacent contexts have the most in common.
+    order = sorted(range(len(contexts)), key=lambda number: arrays[number].tobytes())
     ordered = [contexts[number] for number in order]
     common = [_common(arrays[one], arrays[other]) for one, other in pairwise(order)]
     groups: list[Group] = []
 
     def rest_of(start: int, end: int, depth: int = 0) -> Group:
-        """Adds groups of `ordered[start:end]`; returns what is in none, and how many tokens that has in common."""
-        found, between = ordered[start:end], common[start : end - 1]
-        length = min([*between, *(len(context.tokens) - 1 for context in found)])  # each has one more at least
+        """Adds groups of `ordered[start:end]`; returns the contexts in no group, and the length of their prefix."""
+        alone, between = ordered[start:end], common[start : end - 1]
+        length = min([*between, *(len(context.tokens) - 1 for context in alone)])  # at least one token stays
         if not between or depth == MOST_GROUPS_WITHIN:
-            return found, length
-        found, least = [], min(between)
+            return alone, length
+        alone, least = [], min(between)
         cuts = [number for number, count in enumerate(between, start + 1) if count == least]
         for first, last in zip([start, *cuts], [*cuts, end]):
-            rest, own = rest_of(first, last, depth + 1)
-            saved = (own - length) * (len(rest) - 1) - length  # a group computes its prefix from the first token on
+            rest, rest_length = rest_of(first, last, depth + 1)
+            saved = (rest_length - length) * (len(rest) - 1) - length  # a group computes its whole prefix
             if saved > 0 and gains(saved):
-                groups.append((rest, own))
+                groups.append((rest, rest_length))
             else:
-                found += rest
-        return found, length
+                alone += rest
+        return alone, length
 
     rest, length = rest_of(0, len(ordered))
     groups += [(rest, length)] if rest else []
@@ -98,17 +99,17 @@ def groups_of(contexts: list[Context], gains: Callable[[int], bool], tokens_per_
     return [(parts(group), length if len(group) > 1 and length > 1 else 0) for group, length in groups]
 
 
-def _common(one: numpy.ndarray, other: numpy.ndarray) -> int:
-    """How many tokens both begin with."""
-    length = min(len(one), len(other))
-    differ = one[:length] != other[:length]
+def _common(first: numpy.ndarray, second: numpy.ndarray) -> int:
+    """Returns the number of tokens that both begin with."""
+    length = min(len(first), len(second))
+    differ = first[:length] != second[:length]
     return int(differ.argmax()) if differ.any() else length
 
 
 def batches(items: list[Any], shape_of: Callable[[Any], tuple[int, int, int]], tokens: int) -> Iterator[list[Any]]:
-    """Yields these items, in their order, in batches of so many tokens, padding included; at least one item each.
+    """Yields these items, in order, in batches of at most so many tokens with padding, or of one item.
 
-    shape_of: returns of an item the length of its first forward, and rows and length of its second; in a batch the
+    shape_of: returns the length of an item's first forward, and the rows and length of its second; in a batch the
     largest of each counts.
     """
     batch: list[Any] = []

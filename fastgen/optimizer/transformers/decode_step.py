@@ -1,7 +1,7 @@
-"""The forwards of one decoding loop of transformers, and what goes from one to the next.
+"""The forwards of one decoding loop of transformers, and the state between them.
 
-Between two steps rows can change places, and inputs that are finished can leave: the library carries them along to the
-end, fairseq and CTranslate2 do not.
+Between two steps, rows can change places, and finished inputs can leave. The library keeps these in the batch to the
+end, unlike fairseq and CTranslate2.
 
 Tests: tests/optimizer/transformers/test_finished_inputs.py, tests/optimizer/transformers/test_captured_steps.py,
 tests/optimizer/transformers/test_refused_calls.py
@@ -35,7 +35,7 @@ MASK, ENCODED = "attention_mask", "encoder_outputs"
 
 
 class TransformersDecodeStep(DecodeStep):
-    """Forwards of a model of transformers, with its cache; arguments and masks are prepared by the library.
+    """Runs a model of transformers with its cache; the library prepares arguments and masks.
 
     arguments: the `model_kwargs` of the library's loops.
     """
@@ -47,8 +47,8 @@ class TransformersDecodeStep(DecodeStep):
         config, arguments = checks.arguments.generation_config, checks.arguments.model_kwargs
         super().__init__(checks, len(checks.arguments.input_ids), rows_per_input, config.max_length or 0, captures)
         self.generation_config, self.processors, self.arguments = config, processors, arguments
-        self._dynamic: Any = None  # the cache before the capture, for eager steps after it
-        self._padded: dict[str, tuple[Any, int, Any]] = {}  # by name: an argument, the padding, and both together
+        self._dynamic: Any = None  # the cache before a capture, for eager steps afterwards
+        self._padded: dict[str, tuple[Any, int, Any]] = {}  # by name: an argument, the padding, the padded argument
         self.rollback.callback(undo_of_random_numbers(only_torch=True))
         self.rollback.callback(undo_of_attributes(processors))
         if (cache := kv_layers.cache_of(arguments)) is not None:
@@ -56,13 +56,13 @@ class TransformersDecodeStep(DecodeStep):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        # Lets go of the cache: one that nobody else holds need not be given back when the call ends.
+        # Releases the cache: if nobody else holds it, it need not be given back when the call ends.
         self.arguments, self._dynamic = {}, None
         self.rollback.keep()
 
     @property
     def stops_late(self) -> bool:
-        """Whether the loop reads its end one step late: not where a processor could tell that there was a step more."""
+        """Whether the loop reads its end one step late; not if a processor could notice the additional step."""
         return self.captures and needs_sync(self.model.device) and not self.checks.processors_by_row
 
     def logits(self, input_ids: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class TransformersDecodeStep(DecodeStep):
         if (cache := self.arguments.get(CACHE)) is None:
             raise LeaveAlone([Reason("NO_CACHE", "there is no cache")])
         self._dynamic = cache
-        self._cache = ref(cache)  # a step returns the view of its graph, which is the cache of the next arguments
+        self._cache = ref(cache)  # later arguments hold a graph's view, which a step returns as its cache
         self.variant = frozenset(name for name, value in self.arguments.items() if value is not None)
         content = kv_layers.content_of(cache, cache.get_seq_length() + left)
         leave_alone_for(self.checks.row_states({self.rows, self.call.inputs}))
@@ -123,17 +123,17 @@ class TransformersDecodeStep(DecodeStep):
         return any(is_user_code(processor, self.known_code.packages) for processor in self.processors)
 
     def _pad(self, inputs: dict[str, Any], padding: int) -> dict[str, Any]:
-        """Returns these arguments of a forward, with so many hidden positions before the first one.
+        """Returns the arguments of a forward, padded with so many hidden positions before the first one.
 
-        The positions are among the keys of the cross-attention if there is one; the model expands its mask
-        `[rows, length]`. Otherwise the masks have to be those of the attention, `[rows, 1, 1, length]`, one for all
-        layers or one for each kind. What stays the same is padded once.
+        If there is cross-attention, the positions are among its keys; the model expands its mask `[rows, length]`.
+        Otherwise the masks must be those of self-attention, `[rows, 1, 1, length]`, one for all layers or one for each
+        kind. Arguments that do not change are padded once.
         """
         is_cross = self.model.config.is_encoder_decoder
         masks, encoded = tree_leaves(inputs.get(MASK)), inputs.get(ENCODED)
         if not masks or any(not isinstance(mask, Tensor) or mask.dim() != (2 if is_cross else 4) for mask in masks):
             raise CannotPad
-        if is_cross and (encoded is None or masks[0].shape[1] != encoded[0].shape[1]):  # encoders of sound downsample
+        if is_cross and (encoded is None or masks[0].shape[1] != encoded[0].shape[1]):  # speech encoders downsample
             raise CannotPad
         for name in (MASK, ENCODED) if is_cross else (MASK,):
             value, length, _ = self._padded.get(name, (None, 0, None))
@@ -143,7 +143,7 @@ class TransformersDecodeStep(DecodeStep):
         return {**inputs, **{name: padded for name, (_, _, padded) in self._padded.items()}}
 
     def reorder(self, beam_idx: Tensor) -> None:
-        """Row i goes on with the keys of row `beam_idx[i]`; ValueError where the library raises it, too."""
+        """Continues row i with the keys of row `beam_idx[i]`. Raises ValueError if the library does."""
         if self.graph is not None:
             self.graph.cache.reorder(beam_idx)
             return
@@ -162,18 +162,18 @@ class TransformersDecodeStep(DecodeStep):
 
     @cached_property
     def _cache_reasons(self) -> list[Reason]:
-        """Why fastgen cannot move the rows of the cache; asked after the first step, when it has its layers."""
+        """Returns why fastgen cannot move the rows of the cache; called after the first step, which creates layers."""
         return kv_layers.unsupported_types(kv_layers.cache_of(self.arguments))
 
     def should_compact(self, leaving: int, steps_left: int) -> bool:
-        """Whether `leaving` rows, which are finished, leave the batch; `steps_left`: at most to come."""
+        """Whether `leaving` finished rows should leave the batch now; steps_left: the most steps that may follow."""
         size = size_of(self.model, self.known_code)
         pays = self.call.costs.should_compact(size, leaving, self.rows, self.steps, steps_left)
         return bool(self.arguments.get("use_cache")) and pays and not self.compaction_reasons
 
     @cached_property
     def compaction_reasons(self) -> list[Reason]:
-        """Why finished inputs have to stay in the batch; empty if what remains does not depend on them."""
+        """Returns why finished inputs must stay in the batch; empty if the others do not depend on them."""
         cache_reasons = self._cache_reasons if self.graph is None else []
         reasons = self.checks.compaction(self.rows, self.rows_per_input, self.arguments, cache_reasons)
         self.call.report.add_reasons(COMPACTION, reasons)
@@ -186,21 +186,20 @@ class TransformersDecodeStep(DecodeStep):
             kv_layers.reorder(cache, rows, batch_index)
 
     def compact(self, batch_index: Tensor, rows: Tensor) -> None:
-        """Row i becomes what row `rows[i]` was, of the inputs at `batch_index` (int64 both); the others are dropped."""
+        """Drops the inputs that are not at `batch_index`; row i becomes what row `rows[i]` was (int64 both)."""
         self.arguments = row_groups.take(self.arguments, self.rows, rows)
         super().compact(batch_index, rows)
         self.processors = copy.copy(self.processors)
-        for index, processor in enumerate(self.processors):  # one knows how long the padding of each row is
+        for index, processor in enumerate(self.processors):  # one stores the length of each row's padding
             if isinstance(lengths := getattr(processor, "prompt_ignore_length", None), Tensor):
                 self.processors[index] = copy.copy(processor)
                 self.processors[index].prompt_ignore_length = lengths.index_select(0, rows.to(lengths.device))
 
 
 class LateStopCheck:
-    """Whether a loop stops, read one step late: the host never waits for the step that it has just queued.
+    """Reads whether a loop stops one step late, so that the host never waits for the step that it has just queued.
 
-    The flags of consecutive steps are copied to the host beside the device's work. The loop undoes the step that it has
-    begun too much.
+    The flags of consecutive steps are copied to the host while the device works. The loop undoes the superfluous step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -209,27 +208,27 @@ class LateStopCheck:
         self.copied = [torch.cuda.Event() for _ in range(2)] if is_cuda else []
 
     def exchange(self, flag: Tensor) -> bool:
-        """Takes the flag of this step (bool, no dimension), and returns that of the step before; at first False."""
+        """Takes the flag of this step (bool, no dimension), and returns the previous step's; False at first."""
         self.slots[0].copy_(flag, non_blocking=True)
         if self.copied:
             self.copied[0].record(torch.cuda.current_stream(flag.device))
-            self.copied[1].synchronize()  # returns at once if nothing was recorded
+            self.copied[1].synchronize()  # returns immediately if nothing was recorded
             self.copied.reverse()
         self.slots.reverse()
         return bool(self.slots[0])
 
 
 def needs_sync(device: torch.device) -> bool:
-    """Whether to read a flag waits for the device."""
+    """Whether reading a flag waits for the device."""
     return device.type != "cpu"
 
 
 def _hidden_before(mask: Tensor, padding: int) -> Tensor:
-    """A mask `[…, length]` of bool or numbers (1 is seen), or of what is added to scores if it has four dimensions."""
+    """Pads a mask `[…, length]`: of bool or numbers (1 is visible), or, with four dimensions, added to scores."""
     is_added = mask.dim() == 4 and mask.dtype != torch.bool
     return functional.pad(mask, (padding, 0), value=torch.finfo(mask.dtype).min if is_added else 0)
 
 
 def _zeros_before(states: Tensor, padding: int) -> Tensor:
-    """States of an encoder `[rows, length, width]`."""
+    """Pads the states of an encoder, `[rows, length, width]`, with zeros."""
     return functional.pad(states, (0, 0, padding, 0))

@@ -1,11 +1,11 @@
-"""`fastgen.reusing_prefix`: keys and values of a prompt's beginning, from one call of `generate` to the next.
+"""`fastgen.reusing_prefix`: keeps keys and values of a prompt's beginning from one call of `generate` to the next.
 
-    call 1   | prefix of all rows | rests |        computed, the prefix's keys and values are kept
-    call 2   | prefix ...   | rests of this call |    what both begin with is copied, the others are computed behind it
+    call 1   | prefix of all rows | rests |           computed; the keys and values of the prefix are kept
+    call 2   | prefix ...   | rests of this call |    the common part is copied, and the rests are computed after it
 
-Kept is what the rows of a call begin with in common, if it was computed once, and of a call with one input its whole
-prompt, as conversations want it. It is used again where the model is the same: its facts (see
-`decoding/model_facts.py`), torch's settings, and every bit of its weights.
+A call keeps the common prefix of its rows, if it was computed once; a call with one input keeps its whole prompt, which
+conversations need. A prefix is reused if the model is unchanged: its facts (see `decoding/model_facts.py`), torch's
+settings, and every bit of its weights.
 
 Tests: tests/optimizer/transformers/test_kept_prefix.py
 """
@@ -28,20 +28,23 @@ from fastgen.optimizer.transformers import checks, kv_layers
 
 OUTDATED = Reason("PREFIX_OUTDATED", "the model has changed since its prefix was kept")
 
-# Why nothing is kept for models with weights of other kinds.
-UNREADABLE = Reason("WEIGHTS_UNREADABLE", "the bits of some weights cannot be read, and so no change of them be seen")
+# The reason why nothing is kept for models with weights of other kinds.
+UNREADABLE = Reason("WEIGHTS_UNREADABLE", "the bits of some weights cannot be read, so changes would go unnoticed")
 
 # Types of options that are compared.
 PLAIN = (type(None), bool, int, float, str)
 
-# The bits are words of 8 bytes. Those are summed that lie a multiple of these numbers apart: the numbers have no common
-# divisor, so that words which change places, as the rows of a one-hot matrix may, change one of the sums.
+# A checksum sums words of 8 bytes that are a multiple of one of these numbers apart. The numbers have no common
+# divisor, so words that change places, as the rows of a one-hot matrix may, change at least one of the sums.
 _STRIDES = (1 << 14, (1 << 14) + 1)
 
 
 class KeptPrefix(NamedTuple):
-    """columns: arguments of the prefill with a value for each column, `[1, length, …]`. options: the others. state:
-    of the model and of torch. layers: keys and values `[1, kv_heads, length, head_dim]`."""
+    """A prefix and what it depends on.
+
+    columns: arguments of the prefill with a value for each column, `[1, length, …]`. options: the other arguments.
+    state: the state of the model and of torch. layers: keys and values `[1, kv_heads, length, head_dim]`.
+    """
 
     columns: dict[str, Tensor]
     options: dict[str, Any]
@@ -52,29 +55,31 @@ class KeptPrefix(NamedTuple):
 class PrefixReuse:
     """The prefix that calls of one model keep for each other. check_weights: see `fastgen.reusing_prefix`.
 
-    head: so many tokens of a prompt are kept and used again, neither more nor fewer, and are computed by themselves
-    where they were not kept: so a call gives the same, to the last bit, whatever was called before. None: as many as
-    there are.
+    head: the exact number of tokens of a prompt that are kept and reused; if they were not kept, they are computed in a
+    forward of their own. So a call gives the same to the last bit, whatever was called before. None: as many tokens as
+    possible.
     """
 
     def __init__(self, model: Any, check_weights: bool, head: int | None = None) -> None:
         self.model, self.check_weights, self.head = model, check_weights, head
-        self.kept: KeptPrefix | None = None
+        self.stored: KeptPrefix | None = None
         self._state: tuple[GenerateCall, tuple[Any, ...] | None] | None = None
 
-    def found_sync(
+    def match_sync(
         self, call: GenerateCall, model: checks.HostModel, columns: dict[str, Tensor], options: dict[str, Any]
     ) -> tuple[int, list[KV]]:
-        """How many of these columns of a prefill were kept, and the keys and values, which a call in another thread may
-        replace. Adds to the report if the model has changed."""
-        kept = self.kept
-        if kept is None or kept.columns.keys() != columns.keys() or kept.options != options:
+        """Returns how many of a prefill's first columns were kept, and the keys and values.
+
+        A call in another thread may replace the stored prefix meanwhile. Adds to the report if the model has changed.
+        """
+        stored = self.stored
+        if stored is None or stored.columns.keys() != columns.keys() or stored.options != options:
             return 0, []
-        length = min(_common_length_sync(kept.columns[name], value) for name, value in columns.items())
-        if length and self._state_of(call, model) != kept.state:
+        length = min(_common_length_sync(stored.columns[name], value) for name, value in columns.items())
+        if length and self._state_of(call, model) != stored.state:
             call.report.add_reasons(KEPT, [OUTDATED])
-            self.kept, length = None, 0
-        return length, kept.layers
+            self.stored, length = None, 0
+        return length, stored.layers
 
     def keep(
         self,
@@ -84,7 +89,7 @@ class PrefixReuse:
         options: dict[str, Any],
         cache: Cache | None,
     ) -> None:
-        """Keeps a copy of what a forward of these columns of one row has put into this cache; adds to the report."""
+        """Keeps copies of these columns of one row, and of the cache that their forward filled; adds to the report."""
         length = next(iter(columns.values())).shape[1]
         foreign = [name for name, value in options.items() if not isinstance(value, PLAIN)]
         reasons = [USER_CACHE] if call.host.user_cache else checks.CallChecks.of(call, model).rows
@@ -96,13 +101,12 @@ class PrefixReuse:
             return
         copied = {name: value.clone() for name, value in columns.items()}
         pairs = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-        self.kept = KeptPrefix(copied, options, state, pairs)
+        self.stored = KeptPrefix(copied, options, state, pairs)
         call.report.shared.append(f"prefix kept for later calls: {length} tokens")
 
     def _state_of(self, call: GenerateCall, model: checks.HostModel) -> tuple[Any, ...] | None:
-        """All that keys and values depend on beside the prompt, looked up once for each call; None if it is not known
-        of the weights."""
-        looked_up = self._state  # by this call, or by one in another thread
+        """Returns what keys and values depend on in addition to the prompt, read once per call; None if unreadable."""
+        looked_up = self._state  # stored by this call, or by one in another thread
         if looked_up is None or looked_up[0] is not call:
             facts, device = call.facts_of(model, checks.KNOWN), model.device.type
             sums = checksums_sync(facts) if self.check_weights else []
@@ -112,7 +116,7 @@ class PrefixReuse:
 
 
 def _cache_reasons(cache: Cache | None, length: int) -> list[Reason]:
-    """Why a cache does not hold `length` positions of one row, and nothing else; empty if it does."""
+    """Returns why a cache does not hold exactly `length` positions of one row; empty if it does."""
     layers = getattr(cache, "layers", None)
     if not layers or any(getattr(layer, "keys", None) is None for layer in layers):
         return [Reason("NO_CACHE", "there is no cache with keys in all layers")]
@@ -123,19 +127,19 @@ def _cache_reasons(cache: Cache | None, length: int) -> list[Reason]:
     return []
 
 
-def _common_length_sync(kept: Tensor, columns: Tensor) -> int:
-    """Returns how many columns two values `[1, length, …]` begin with in common."""
-    length = min(kept.shape[1], columns.shape[1])
-    if kept.dtype != columns.dtype or kept.device != columns.device or kept.shape[2:] != columns.shape[2:]:
+def _common_length_sync(stored: Tensor, columns: Tensor) -> int:
+    """Returns the number of equal columns at the beginning of two values `[1, length, …]`."""
+    length = min(stored.shape[1], columns.shape[1])
+    if stored.dtype != columns.dtype or stored.device != columns.device or stored.shape[2:] != columns.shape[2:]:
         return 0
-    equal = (kept[0, :length] == columns[0, :length]).reshape(length, -1).all(dim=1)
+    equal = (stored[0, :length] == columns[0, :length]).reshape(length, -1).all(dim=1)
     return int(equal.long().cumprod(dim=0).sum())
 
 
 def checksums_sync(facts: ModelFacts) -> list[int] | None:
     """Returns checksums of the bits of all tensors in the modules; None if the bits of one cannot be read.
 
-    They are integers, in which a huge number does not hide small ones. Reads all weights, as a decode step does.
+    They are integers, so a huge number does not hide small ones. Reads all weights, as a decode step does.
     """
     tensors = [tensor for tensor in facts.row_tensors().values() if type(tensor) is Tensor]
     for module in facts.modules.values():
@@ -151,28 +155,28 @@ def checksums_sync(facts: ModelFacts) -> list[int] | None:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Returns a number, int64, of these bits and their places."""
+    """Returns a checksum, int64, of a tensor's bits and their positions."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.numel() % 8 == 0 and data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0:
         data = data.view(torch.int64)
     sums = []
-    for stride in _STRIDES if data.numel() >= _STRIDES[-1] else (0,):  # of fewer each is a sum
+    for stride in _STRIDES if data.numel() >= _STRIDES[-1] else (0,):  # few words are used without summing
         whole = data.numel() // stride * stride if stride else 0
         sums += [data[:whole].view(-1, stride or 1).sum(dim=0, dtype=torch.int64)] if whole else []
         sums.append(data[whole:].long())
     words = torch.cat(sums)
-    halves = torch.cat([words & 0xFFFFFFFF, words >> 32])  # of round numbers all bits are in the upper half
+    halves = torch.cat([words & 0xFFFFFFFF, words >> 32])  # round numbers have all bits in the upper half
     return (halves * _factors(data.device)[: len(halves)]).sum()
 
 
 @functools.cache
 def _factors(device: torch.device) -> Tensor:
-    """Returns random numbers, int64, as many as there can be halves of sums."""
+    """Returns int64 random numbers, one for each half of a sum."""
     random = torch.Generator(device).manual_seed(0)
     return torch.randint(-(1 << 63), (1 << 63) - 1, (8 * _STRIDES[-1],), generator=random, device=device)
 
 
 def reuse_of(model: checks.HostModel) -> PrefixReuse | None:
-    """Returns that of the innermost `reusing_prefix` for this model; PEFT's models and others call one inside."""
+    """Returns the innermost `reusing_prefix` of this model or of a wrapper, such as PEFT's, that contains it."""
     innermost_first = settings_of(PrefixReuse)
     return next((reuse for reuse in innermost_first if model is reuse.model or model in reuse.model.modules()), None)

@@ -1,10 +1,11 @@
 """`KVLayer`: a layer of a `KVCache` as transformers sees it, and the adoption of a transformers cache.
 
 A cache that the library has filled is adopted into a `KVCache` once, after a prefill with one row per input or when a
-step is captured, and given back once, when the call of `generate` ends: then its layers are the library's, with what
-the library would have put into them. Until then a layer is what decoding loops and models know, a `DynamicLayer` or
-`DynamicSlidingWindowLayer`. It becomes the library's earlier, in place, as soon as code asks for what segments or a
-buffer with spare room cannot give. Caches that cannot be captured and have nothing to share are never touched.
+step is captured, and given back once, when the call of `generate` ends: then its layers are the library's, with the
+content that the library would have stored. Until then each layer is a subclass of the layers that decoding loops and
+models know, `DynamicLayer` or `DynamicSlidingWindowLayer`. It becomes the library's earlier, in place, if code needs
+something that segments or a buffer with spare capacity cannot provide. Caches that cannot be captured and have nothing
+to share are never touched.
 
 Tests: tests/optimizer/transformers/test_returned_cache.py tests/optimizer/transformers/test_static_prefill.py
 """
@@ -48,12 +49,12 @@ PROMPT_ONCE = "the prompt's keys and values: once per input"
 
 
 class KVLayer(DynamicLayer):
-    """Layer `index` of `kv` in the place of `layer`.
+    """Layer `index` of `kv` in place of `layer`.
 
     Reading `keys` or `values` gives tensors of the full shape `[rows, kv_heads, length, head_dim]`. Methods of
-    `DynamicLayer` that are not overridden here read and assign them; an assignment makes the layer the library's. If
-    the window of a layer of a `StaticKVCache` slides, everything fits (`layer_reasons`): only masks differ.
-    user_code: the attention is not the library's, and may expect of its keys all that holds for those of a plain layer.
+    `DynamicLayer` that are not overridden here read and assign them; an assignment makes the layer the library's. In a
+    `StaticKVCache`, a sliding window is never exceeded (`layer_reasons`), so only the mask's size differs. user_code:
+    whether the attention is not the library's, and may rely on any property of a plain layer's keys.
     """
 
     def __init__(self, layer: DynamicLayer, kv: KVCache | StaticKVCache, index: int, user_code: bool = False) -> None:
@@ -63,7 +64,7 @@ class KVLayer(DynamicLayer):
         self.library_class = getattr(layer, "library_class", type(layer))
         self.kv: Any = kv
         self.index, self.user_code = index, user_code
-        self.is_compileable = isinstance(kv, StaticKVCache)  # then the library makes masks before the step
+        self.is_compileable = isinstance(kv, StaticKVCache)  # then the library creates masks before the step
         self.is_sliding = issubclass(self.library_class, DynamicSlidingWindowLayer)
 
     keys: Any = property(
@@ -74,13 +75,13 @@ class KVLayer(DynamicLayer):
     )
 
     def _must_be_dynamic(self) -> bool:
-        """Whether user code may hold, and write into, what stands for the content."""
+        """Whether user code may hold the materialized content, and write into it."""
         return self.user_code and self.kv.was_materialized(self.index)
 
     def _read(self, name: str, which: int) -> Tensor:
         if not self._must_be_dynamic():
             states = self.kv.read(self.index)[which]
-            if states.is_contiguous():  # a buffer with spare room is not, and the library's is
+            if states.is_contiguous():  # as the library's are; views of a buffer with spare capacity are not
                 return states
         return getattr(self.to_dynamic_layer(), name)
 
@@ -101,8 +102,8 @@ class KVLayer(DynamicLayer):
         return super().get_mask_sizes(*args, **kwargs)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        stays = True  # indices on a device are trusted, not read
-        if beam_idx.device.type == "cpu":  # a decoding method of the caller may move rows from input to input
+        stays = True  # indices on a GPU are trusted, because reading them would wait
+        if beam_idx.device.type == "cpu":  # a user's decoding method may move rows between inputs
             inputs = torch.arange(len(beam_idx), dtype=beam_idx.dtype) // self.kv.rows_per_input
             stays = torch.equal(beam_idx // self.kv.rows_per_input, inputs)
         if stays and not self._must_be_dynamic():
@@ -111,9 +112,9 @@ class KVLayer(DynamicLayer):
             self.to_dynamic_layer().reorder_cache(beam_idx)
 
     def to_dynamic_layer(self) -> DynamicLayer:
-        """Makes this layer the library's with the same content, in the memory of what was materialized of it."""
+        """Makes this layer the library's, with the same content, in the memory of materialized parts."""
         keys, values = self.kv.copy(self.index)
-        if self.is_sliding:  # keeps one position less than it shows
+        if self.is_sliding:  # it stores one position less than it returns
             if self.is_compileable:
                 self.cumulative_length = keys.shape[2]
             keys, values = cut((keys, values), 1 - self.sliding_window, None)
@@ -123,12 +124,12 @@ class KVLayer(DynamicLayer):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Lets copies and pickles be layers of the library."""
+        """Makes copies and pickles layers of the library."""
         return self.to_dynamic_layer().__reduce_ex__(protocol)
 
 
 class KVSlidingLayer(KVLayer, DynamicSlidingWindowLayer):
-    """A `DynamicSlidingWindowLayer`: positions that no row sees any more are dropped for all rows at once."""
+    """A `DynamicSlidingWindowLayer`, which drops positions that no row sees any more for all rows together."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KV:
         unseen = self.kv.length(self.index) - (self.sliding_window - 1)
@@ -141,14 +142,14 @@ class KVSlidingLayer(KVLayer, DynamicSlidingWindowLayer):
         return self.cumulative_length
 
     def _read(self, name: str, which: int) -> Tensor:
-        return getattr(self.to_dynamic_layer(), name)  # without the first position that the last update has returned
+        return getattr(self.to_dynamic_layer(), name)  # without the first position that the last update returned
 
 
 ADOPTED = {DynamicLayer: KVLayer, DynamicSlidingWindowLayer: KVSlidingLayer}
 
 
 def unsupported_reasons(cache: Any) -> list[Reason]:
-    """Why the rows of this cache could not be expanded after a prefill that fills it; empty if they can."""
+    """Returns why the rows of this cache could not be expanded after a prefill that fills it; empty if they can."""
     if (reasons := unsupported_types(cache)) or not parts(cache)[0].layers:
         return reasons
     try:
@@ -159,7 +160,7 @@ def unsupported_reasons(cache: Any) -> list[Reason]:
 
 
 def unsupported_types(cache: object) -> list[Reason]:
-    """Why a cache of these classes cannot be given more rows; empty if it can."""
+    """Returns why a cache of these classes cannot be expanded to more rows; empty if it can."""
     for part in parts(cache):
         if type(part) is not DynamicCache:
             text = f"the cache is a {type(part).__name__} (supported: DynamicCache, EncoderDecoderCache of two)"
@@ -179,10 +180,10 @@ def adopt(
 ) -> bool:
     """Moves a cache of `inputs` rows into a `KVCache` of `inputs * rows_per_input`; returns whether it is in one.
 
-    What the rows of an input have in common is stored once where that pays. Where nothing gains by it, layers stay the
-    library's; those of other classes (linear attention, …) are repeated row by row, as the library would have filled
-    them. What is adopted already, after a common prefix, stays in its `KVCache`. limit: the number of positions that
-    can be added to each row. is_prefix: the rows of an input are those of the batch. Adds to the report.
+    The common content of an input's rows is stored once if that is worthwhile. If no layer gains, layers stay the
+    library's; layers of other classes (linear attention, …) are repeated row by row, as the library would have filled
+    them. Layers that were adopted earlier, for a common prefix, stay in their `KVCache`. limit: the number of positions
+    that can be added to each row. is_prefix: whether the cache holds a prefix of all rows. Adds to the report.
     """
     share = False if rows_per_input == 1 else call.host.share
 
@@ -228,9 +229,11 @@ def adopt(
 def _layers_by_kind(
     cache: Cache, inputs: int, rows_per_input: int, limit: int, call: GenerateCall, should_share: Callable[..., bool]
 ) -> tuple[dict[tuple, list[tuple[Cache, int]]], Counter[str], bool]:
-    """Returns layers by what those of a buffer have in common, the number of those of other classes, whose rows it
-    repeats, and whether anything gains by it. A layer stays the library's if it is not shared, and user code may look
-    at it or its window drops positions."""
+    """Returns layers grouped by what the layers of a buffer have in common, and whether adopting them is worthwhile.
+
+    Repeats the rows of layers of other classes, and returns their number by class. A layer stays the library's if it is
+    not shared, and user code may read it or its window drops positions.
+    """
     kinds: dict[tuple, list[tuple[Cache, int]]] = {}
     repeated: Counter[str] = Counter()
     gains = False
@@ -238,7 +241,7 @@ def _layers_by_kind(
         for index, layer in enumerate(part.layers):
             if isinstance(layer, KVLayer):
                 continue
-            if type(layer) not in ADOPTED or getattr(layer, "record_past", False):  # to go back before a window
+            if type(layer) not in ADOPTED or getattr(layer, "record_past", False):  # used to roll back a window
                 _take_rows(layer, torch.arange(inputs).repeat_interleave(rows_per_input))
                 repeated[type(layer).__name__] += 1
             elif layer.is_initialized and layer.keys.numel():
@@ -254,10 +257,10 @@ def _layers_by_kind(
 
 
 def _put_in(kv: KVCache, places: list[tuple[Cache, int]], shares: bool, limit: int | None, user_code: bool) -> None:
-    """Puts `KVLayer`s in the place of these layers, all of one kind."""
+    """Replaces these layers, all of one kind, by `KVLayer`s."""
     layers = [part.layers[index] for part, index in places]
     pairs = [(layer.keys.contiguous(), layer.values.contiguous()) for layer in layers]
-    if user_code:  # which may have kept what it saw, and write into it
+    if user_code:  # it may hold the tensors, and write into them
         pairs = [(keys.clone(), values.clone()) for keys, values in pairs]
     if limit is not None and not shares:
         limit += layers[0].keys.shape[2]
@@ -267,16 +270,16 @@ def _put_in(kv: KVCache, places: list[tuple[Cache, int]], shares: bool, limit: i
         part.layers[index] = ADOPTED[type(layer)](layer, kv, number, user_code)
 
 
-def give_back(known: ref[Cache]) -> None:
-    """Makes the layers the library's again, in a cache that is returned or that somebody has kept."""
-    cache = known()
+def give_back(cache_ref: ref[Cache]) -> None:
+    """Makes the layers of a cache the library's again, if the caller or user code still holds it."""
+    cache = cache_ref()
     for layer in () if cache is None else layers_of(cache):
         if isinstance(layer, KVLayer):
             layer.to_dynamic_layer()
 
 
 def take_rows(cache: Cache, rows: Tensor) -> None:
-    """Row i becomes what row `rows[i]` (int64) was; there may be more than before."""
+    """Overwrites row i with row `rows[i]` (int64); there may be more rows than before."""
     for layer in layers_of(cache):
         _take_rows(layer.to_dynamic_layer() if isinstance(layer, KVLayer) else layer, rows)
 
@@ -287,9 +290,9 @@ def _take_rows(layer: Any, rows: Tensor) -> None:
 
 
 def reorder(cache: Cache, rows: Tensor, batch_index: Tensor | None = None) -> None:
-    """Reorders rows as `cache.reorder_cache` does, if they stay with their inputs: one move for all layers alike.
+    """Reorders rows like `cache.reorder_cache`, but with one move for all layers; rows must stay with their inputs.
 
-    batch_index: the inputs that stay (int64), None if all do.
+    batch_index: the inputs that remain (int64); None if all do.
     """
     if batch_index is None and rows.device.type == "cpu" and torch.equal(rows, torch.arange(len(rows))):
         return
@@ -307,8 +310,8 @@ def reorder(cache: Cache, rows: Tensor, batch_index: Tensor | None = None) -> No
 
 
 def layer_reasons(cache: Cache, most: int) -> list[Reason]:
-    """Why layers of these classes cannot be static for `most` positions; empty if they can."""
-    for layer in parts(cache)[0].layers:  # of the cross-attention, none slides
+    """Returns why layers of these classes cannot be static for `most` positions; empty if they can."""
+    for layer in parts(cache)[0].layers:  # layers of cross-attention never slide
         if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window <= most:
             text = f"a sliding window of {layer.sliding_window} for up to {most} positions"
             return [Reason("SLIDING_WINDOW", text)]
@@ -319,7 +322,7 @@ def layer_reasons(cache: Cache, most: int) -> list[Reason]:
 
 
 def content_of(cache: Cache, most: int) -> KVContent:
-    """Returns what the cache holds, as views; raises LeaveAlone, among others for more than `most` positions."""
+    """Returns the content of the cache as views. Raises LeaveAlone if it cannot be static for `most` positions."""
     leave_alone_for(layer_reasons(cache, most))
     layers, growing = layers_of(cache), len(parts(cache)[0].layers)
     if not growing or not parts(cache)[-1].layers or not all(map(attrgetter("is_initialized"), layers)):
@@ -338,7 +341,7 @@ def content_of(cache: Cache, most: int) -> KVContent:
 
 
 def view_of(cache: Cache, static: StaticKVCache) -> Cache:
-    """A cache like this one whose layers are those of a `StaticKVCache`."""
+    """Returns a cache like this one with the layers of a `StaticKVCache`."""
     view = copy.copy(cache)
     if isinstance(cache, EncoderDecoderCache):
         view.is_updated = dict(cache.is_updated)
@@ -349,25 +352,25 @@ def view_of(cache: Cache, static: StaticKVCache) -> Cache:
 
 
 def use(cache: Cache, static: StaticKVCache) -> None:
-    """Lets the layers of this cache be those of a `StaticKVCache`, all or none; lets go of their own memory."""
+    """Makes all layers of this cache those of a `StaticKVCache`, which releases their own memory."""
     layers = iter([KVLayer(layer, static, index) for index, layer in enumerate(layers_of(cache))])
     for part in parts(cache):
         part.layers = [*itertools.islice(layers, len(part.layers))]
 
 
 def parts(cache: object) -> list[Cache]:
-    """The self-attention cache, and the cross-attention cache where there is one."""
+    """Returns the self-attention cache, and the cross-attention cache if there is one."""
     if isinstance(cache, EncoderDecoderCache):
         return [cache.self_attention_cache, cache.cross_attention_cache]
     return [cache]
 
 
 def layers_of(cache: object) -> list[Any]:
-    """The layers of all `parts`."""
-    found = []
+    """Returns the layers of all `parts`."""
+    layers = []
     for part in parts(cache):
-        found += part.layers
-    return found
+        layers += part.layers
+    return layers
 
 
 def is_static(cache: object) -> bool:
@@ -375,7 +378,7 @@ def is_static(cache: object) -> bool:
 
 
 def cache_of(arguments: dict[str, Any]) -> Cache | None:
-    """The cache among the arguments of `generate`, or the arguments or outputs of a forward."""
+    """Returns the cache among the arguments of `generate`, or the arguments or outputs of a forward."""
     for name in CACHE_NAMES:
         if (cache := arguments.get(name)) is not None:
             return cache
@@ -383,5 +386,5 @@ def cache_of(arguments: dict[str, Any]) -> Cache | None:
 
 
 def undo_of(cache: Cache) -> Restore:
-    """Returns a function that restores this cache, which is empty, to what it is at this call."""
+    """Returns a function that restores this cache, which is empty, to its present state."""
     return cache.reset if is_static(cache) else undo_of_attributes([cache, *parts(cache), *layers_of(cache)])

@@ -1,14 +1,14 @@
-"""`fastgen.log_likelihoods`: how likely continuations of contexts are, with what they have in common computed once.
+"""`fastgen.log_likelihoods`: log-likelihoods of continuations of contexts, with common prefixes computed once.
 
-    prefix of a group ──> rests of the contexts ──> continuations, behind the keys of their context
+    prefix of a group ──> rests of the contexts ──> continuations, after the keys of their context
     [1, H, P, D]          [contexts, H, R, D]       [contexts * most continuations, H, C, D]
     one forward           a forward of a batch      a forward of a batch, unless all are one token long
 
-Multiple-choice evaluations ask for several continuations of one context, behind examples that all contexts of a task
-begin with; contexts that begin alike are a group.
+Multiple-choice evaluations score several continuations of one context, and all contexts of a task begin with the same
+examples. Contexts with a common prefix are a group.
 Definitions are those of lm-evaluation-harness: the sum of the log-probabilities of a continuation's tokens, and whether
-each of them is the likeliest. Where nothing is gained, or the model is not known, each context is computed with each of
-its continuations, in one forward of a batch.
+each of them is the likeliest. If nothing is gained, or the model is not supported, each context is computed with each
+of its continuations, in one forward of a batch.
 
 Tests: tests/optimizer/transformers/test_log_likelihoods.py
 """
@@ -41,7 +41,7 @@ from fastgen.optimizer.transformers.prefill import expand_cache
 
 LogLikelihood = tuple[float, bool]
 
-# What a batch holds, in rows times the length of the longest, unless the caller says otherwise.
+# The default size of a batch: rows times the length of the longest.
 TOKENS_PER_BATCH = 8192
 
 
@@ -52,12 +52,12 @@ def log_likelihoods(
     tokenizer: Any = None,
     tokens_per_batch: int = TOKENS_PER_BATCH,
 ) -> list[LogLikelihood]:
-    """See `fastgen.log_likelihoods`.
+    """Does the work of `fastgen.log_likelihoods`.
 
-    The tokenizer is asked for a context and its continuation as one text; special tokens that it puts behind a text are
-    left out. tokens_per_batch: rows times the longest. ValueError where contexts and continuations differ in number,
-    one is empty or longer than the model's positions, or holds what is no token of the model; TypeError where they are
-    no lists of strings or of token ids.
+    The tokenizer encodes a context and its continuation as one text; special tokens that it appends are removed.
+    tokens_per_batch: rows times the length of the longest. Raises ValueError if contexts and continuations differ in
+    number, or one is empty, longer than the model's positions or contains an invalid token id; TypeError if they are
+    not lists of strings or of token ids.
     """
     if not isinstance(getattr(model, "config", None), PreTrainedConfig):
         raise TypeError(f"model is a {type(model).__name__} (accepted: a decoder-only model of transformers)")
@@ -73,7 +73,7 @@ def log_likelihoods(
         raise ValueError(f"{type(model).__name__} has an encoder (accepted: decoder-only models)")
     embedding = getattr(model.get_input_embeddings(), "weight", None)
     vocabulary = model.config.get_text_config().vocab_size if embedding is None else embedding.shape[0]
-    encode = lru_cache(maxsize=None)(partial(_encoded, tokenizer))  # equal contexts come with each continuation
+    encode = lru_cache(maxsize=None)(partial(_encoded, tokenizer))  # each continuation repeats its context
     pairs = []
     for number, pair in enumerate(zip(contexts, continuations)):
         if all(isinstance(text, str) for text in pair):
@@ -90,15 +90,15 @@ def log_likelihoods(
         scorer, asked = Scorer(call, model, tokens_per_batch), contexts_of(pairs)
         try:
             groups = scorer.groups(asked)
-            found = dict(scorer.shared(groups) if groups else scorer.each_alone(asked))
-        except (IndexError, RuntimeError) as error:  # models with computed positions go beyond these, with a loss
+            answers = dict(scorer.shared(groups) if groups else scorer.each_alone(asked))
+        except (IndexError, RuntimeError) as error:  # models that compute positions accept more, at a loss
             _check_lengths(model, pairs, error)
             raise
-    return [found[pair] for pair in pairs]
+    return [answers[pair] for pair in pairs]
 
 
 def base_of(model: Any) -> Any:
-    """The model inside of PEFT's wrapper where that only passes calls on: LoRA, whose layers lie in the model."""
+    """Returns the model inside PEFT's wrapper, if that only forwards calls: LoRA's layers are in the model itself."""
     if type(model).__module__ != "peft.peft_model" or model._forward_hooks or model._forward_pre_hooks:
         return model
     for name in model.active_adapters:
@@ -109,7 +109,7 @@ def base_of(model: Any) -> Any:
 
 
 def _check_lengths(model: Any, pairs: list[Pair], error: Exception) -> None:
-    """Raises ValueError if one of these is longer than the positions that the model says it has."""
+    """Raises ValueError if a pair is longer than the number of positions in the model's configuration."""
     config = model.config.get_text_config()
     most = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
     number, (context, continuation) = max(enumerate(pairs), key=lambda item: sum(map(len, item[1])))
@@ -121,7 +121,7 @@ def _check_lengths(model: Any, pairs: list[Pair], error: Exception) -> None:
 
 
 def _tokens(name: str, ids: Any, vocabulary: int) -> Tokens:
-    """The token ids that are an item of an argument. vocabulary: how many tokens there are."""
+    """Returns the token ids in an item of an argument. vocabulary: the number of tokens of the model."""
     try:
         tokens = tuple(map(index, ids))
     except TypeError as error:
@@ -136,11 +136,11 @@ def _tokens(name: str, ids: Any, vocabulary: int) -> Tokens:
 
 
 def _encoded_pair(tokenizer: Any, encode: Callable, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """Splits a text as lm-evaluation-harness does; the token that begins texts stands for an empty context.
+    """Splits a text as lm-evaluation-harness does; an empty context becomes the token that begins texts.
 
-    encode: `_encoded`, which remembers contexts.
+    encode: `_encoded` with a cache.
     """
-    text = context.rstrip()  # tokens begin with their spaces
+    text = context.rstrip()  # spaces belong to the next token
     if not text:
         begin = tokenizer.convert_tokens_to_ids([*filter(None, [_first_token(tokenizer)])])
         ids = tokenizer(context + continuation, add_special_tokens=False)["input_ids"]
@@ -150,14 +150,14 @@ def _encoded_pair(tokenizer: Any, encode: Callable, context: str, continuation: 
 
 
 def _first_token(tokenizer: Any) -> str | None:
-    """The token that texts begin with, for lm-evaluation-harness that which ends them where there is no other."""
+    """Returns the token that begins texts; like lm-evaluation-harness, the end token if there is no other."""
     return tokenizer.bos_token or tokenizer.eos_token
 
 
 def _encoded(tokenizer: Any, text: str) -> list[int]:
-    """The token ids of a text with the special ones in front of it, without those that end it.
+    """Returns the token ids of a text with the special tokens before it, without those after it.
 
-    Without any where the text begins with the token that begins texts, as those of chat templates do.
+    No special tokens are added if the text itself begins with the one that begins texts, as in chat templates.
     """
     if (begin := _first_token(tokenizer)) and text.startswith(begin):
         return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -169,7 +169,7 @@ def _encoded(tokenizer: Any, text: str) -> list[int]:
 
 
 class Scorer:
-    """The forwards of one call, of decoder-only models."""
+    """The forwards of one call, for decoder-only models."""
 
     def __init__(
         self, call: GenerateCall, model: Any, tokens_per_batch: int, softmax_dtype: torch.dtype | None = torch.float32
@@ -179,14 +179,14 @@ class Scorer:
         self.size = size_of(model, checks.KNOWN)
 
     def groups(self, contexts: list[Context]) -> list[Group]:
-        """Returns the groups that `shared` computes; none if nothing is shared, with reasons in the report."""
+        """Returns the groups for `shared`; none if nothing is shared, with reasons in the report."""
         self.call.set_rows(len(contexts), sum(len(context.continuations) for context in contexts))
         groups: list[Group] = []
         if PATCH_SET.is_on:
             groups = groups_of(contexts, partial(self.call.costs.is_worth_a_forward, self.size), self.tokens_per_batch)
         count = sum(len(row) for context in contexts for row in set(context.rows))
         for parts, length in groups:
-            count -= length + sum(len(part.tokens) - length + sum(map(len, part.behind)) for part in parts)
+            count -= length + sum(len(part.tokens) - length + sum(map(len, part.suffixes)) for part in parts)
         saved = f"{count} tokens need not be computed"
         if not groups:
             reasons = [Reason("DISABLED", "fastgen is disabled")]
@@ -200,7 +200,7 @@ class Scorer:
         return [] if reasons else groups
 
     def _unsupported_reasons(self, contexts: list[Context]) -> list[Reason]:
-        # Padding lies between a prefix and the rest of a context: a window has to hold the columns of all rows.
+        # Padding is between a prefix and the rest of a context, so a window must hold the columns of all rows.
         most = max(len(tokens) for tokens, _ in contexts) + max(len(one) for _, all_of in contexts for one in all_of)
         cache = DynamicCache(config=self.model.config)
         of_call = checks.CallChecks(self.call, self.model)
@@ -217,7 +217,7 @@ class Scorer:
         return prefixes.model_reasons(facts, lambda tried: self.model(**tried, use_cache=True), two, arguments)
 
     def shared(self, groups: list[Group]) -> Iterator[tuple[Pair, LogLikelihood]]:
-        """The answers, with what contexts and continuations have in common computed once."""
+        """Yields the answers, with common prefixes and contexts computed once."""
         self.call.is_accelerated = True
         saved = [(length, length * (len(parts) - 1)) for parts, length in groups if length]
         if saved:
@@ -226,13 +226,13 @@ class Scorer:
             prefix = DynamicCache(config=self.model.config)
             if length:
                 self._forward(torch.tensor([parts[0].tokens[:length]]), torch.ones(1, length), prefix, 1)
-            ordered = sorted(parts, key=lambda one: (len(one.behind), len(one.tokens)))
+            ordered = sorted(parts, key=lambda context: (len(context.suffixes), len(context.tokens)))
             for batch in batches(ordered, methodcaller("shape", length), self.tokens_per_batch):
                 yield from self._batch(batch, prefix, length)
 
     def _batch(self, batch: list[Context], prefix: DynamicCache, length: int) -> Iterator[tuple[Pair, LogLikelihood]]:
         rests, mask = _padded([context.tokens[length:] for context in batch], left=True)
-        behind = [context.behind for context in batch]
+        suffixes = [context.suffixes for context in batch]
         _, most, longest = map(max, zip(*(context.shape(length) for context in batch)))
         cache: Any = DynamicCache(config=self.model.config)
         if length:
@@ -244,7 +244,7 @@ class Scorer:
         then = torch.empty(len(batch), 0, 0, first.shape[-1])
         if most:
             expand_cache(self.model, cache, len(batch), most, longest, self.call)
-            rows = [one for found in behind for one in (*found, *[(0,)] * (most - len(found)))]
+            rows = [row for group in suffixes for row in (*group, *[(0,)] * (most - len(group)))]
             tokens, _ = _padded(rows, left=False)
             mask = torch.cat([mask.repeat_interleave(most, 0), torch.ones(tokens.shape)], dim=1)
             then = self._forward(tokens, mask, cache, longest).unflatten(0, (len(batch), most))
@@ -252,47 +252,47 @@ class Scorer:
             for continuation in context.continuations:
                 scores = first[row : row + 1]
                 if len(continuation) > 1:
-                    number = behind[row].index(continuation[:-1])
+                    number = suffixes[row].index(continuation[:-1])
                     scores = torch.cat([scores, then[row, number, : len(continuation) - 1]])
                 yield (context.tokens, continuation), _likelihood(scores, continuation)
 
     def each_alone(self, contexts: list[Context]) -> Iterator[tuple[Pair, LogLikelihood]]:
-        """The answers, with each context computed with each of its continuations."""
+        """Yields the answers, with each context computed together with each of its continuations."""
         asked: dict[Tokens, list[Pair]] = {}
         for context in contexts:
             for continuation, row in zip(context.continuations, context.rows):
                 asked.setdefault(row, []).append((context.tokens, continuation))
         for batch in batches(sorted(asked, key=len), lambda row: (len(row), 0, 0), self.tokens_per_batch):
             tokens, mask = _padded(batch, left=False)
-            kept = tokens.shape[1] + 1 - min(len(before) for row in batch for before, _ in asked[row])
-            logits = self._forward(tokens, mask, None, kept)
+            columns = tokens.shape[1] + 1 - min(len(before) for row in batch for before, _ in asked[row])
+            logits = self._forward(tokens, mask, None, columns)
             for row, scores in zip(batch, logits):
                 for before, continuation in asked[row]:
-                    start = len(before) - 1 - (tokens.shape[1] - kept)
-                    found = scores[start : start + len(continuation)]
-                    yield (before, continuation), _likelihood(found, continuation)
+                    start = len(before) - 1 - (tokens.shape[1] - columns)
+                    continuation_scores = scores[start : start + len(continuation)]
+                    yield (before, continuation), _likelihood(continuation_scores, continuation)
 
-    def _forward(self, tokens: Tensor, mask: Tensor, cache: DynamicCache | None, kept: int) -> Tensor:
-        """Log-probabilities `[rows, kept columns or more, vocabulary_size]` of tokens `[rows, length]`.
+    def _forward(self, tokens: Tensor, mask: Tensor, cache: DynamicCache | None, columns: int) -> Tensor:
+        """Returns log-probabilities `[rows, columns, vocabulary_size]` for the last columns of tokens `[rows, length]`.
 
-        mask: `[rows, length with that of the cache]`, 1 for what is seen.
+        mask: `[rows, cached length + length]`, 1 for visible tokens.
         """
         device, arguments = self.model.device, {}
         if prefixes.POSITIONS in self.accepted:
             positions = (mask.long().cumsum(dim=1) - 1).clamp_(min=0)[:, -tokens.shape[1] :]
             arguments[prefixes.POSITIONS] = positions.to(device)
         if "logits_to_keep" in self.accepted:
-            arguments["logits_to_keep"] = kept
+            arguments["logits_to_keep"] = columns
         if not mask.all():
             arguments[prefixes.MASK] = mask.long().to(device)
         outputs = self.model(
             tokens.to(device), **{CACHE: cache}, use_cache=cache is not None, return_dict=True, **arguments
         )
-        return functional.log_softmax(outputs.logits[:, -kept:], dim=-1, dtype=self.softmax_dtype)
+        return functional.log_softmax(outputs.logits[:, -columns:], dim=-1, dtype=self.softmax_dtype)
 
 
 def _padded(rows: Sequence[Tokens], left: bool) -> tuple[Tensor, Tensor]:
-    """Tokens and mask `[rows, length of the longest]`."""
+    """Returns padded tokens and their mask, `[rows, length of the longest]`; left: whether padding is on the left."""
     length = max(map(len, rows))
     tokens, mask = torch.zeros(len(rows), length, dtype=torch.int64), torch.zeros(len(rows), length)
     for number, row in enumerate(rows):
@@ -302,7 +302,7 @@ def _padded(rows: Sequence[Tokens], left: bool) -> tuple[Tensor, Tensor]:
 
 
 def _likelihood(scores: Tensor, continuation: Tokens) -> LogLikelihood:
-    """Returns the likelihood of a continuation, of log-probabilities `[length, vocabulary_size]`."""
+    """Returns the likelihood of a continuation under log-probabilities `[length, vocabulary_size]`."""
     tokens = torch.tensor(continuation, device=scores.device)
     is_greedy = bool((scores.argmax(dim=-1) == tokens).all())
     return float(scores.gather(1, tokens[:, None]).sum()), is_greedy

@@ -2,11 +2,11 @@
 
 The library repeats every input for its beams or samples before the prefill, and some callers do so themselves. Here one
 row of each group of equal rows goes through the model (decoder prompt, masks and encoder outputs alike, so that all
-rows inside a forward agree), then the cache and the last logits are given to all rows: what is equal stays stored once
-(FastSeq §4.1), the rest is repeated.
+rows inside a forward agree). Then the cache and the last logits are expanded to all rows: equal content stays stored
+once (FastSeq §4.1), the rest is repeated.
 
     prefill                       the patch
-      plan_prefill                decides, and touches nothing: row groups, common prefix, all reasons against them
+      plan_prefill                decides, and changes nothing: row groups, common prefix, all reasons against them
       PrefillPlan.run             changes the cache and the outputs, inside a `Rollback` of cache and modules
       LeaveAlone(reasons)         raised by both; then the library's own prefill runs, with the reasons in the report
 
@@ -42,7 +42,7 @@ from fastgen.optimizer.transformers.row_groups import RowGroups
 
 STATIC_CACHE = Reason("STATIC_CACHE", "a StaticCache holds keys and values of each row")
 ONE_ROW = Reason("ONE_ROW_PER_INPUT", "one row per input")
-NAN = Reason("NAN", "logits are NaN behind a common prefix, and may not be without")
+NAN = Reason("NAN", "logits are NaN after a common prefix, and might not be without it")
 NO_CACHE = Reason("NO_CACHE", "the model returns no cache")
 
 
@@ -56,11 +56,11 @@ def prefill(
     **kwargs: Any,
 ) -> ModelOutput:
     call = current_call()
-    if call is None:  # a model's own loop, after which nobody would put plain caches back
+    if call is None:  # a model's own loop, after which nobody would restore plain caches
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
     if not call.rows and self.config.is_encoder_decoder:
         call.end_stage("encoder")
-    if call.host.has_callbacks:  # a streamer has seen the prompt
+    if call.host.has_callbacks:  # a streamer has received the prompt
         call.has_changed(self)
 
     def forward(arguments: dict[str, Any]) -> ModelOutput:
@@ -74,7 +74,7 @@ def prefill(
         call.report.shared.clear()
     call.report.add_reasons(PREFILL, reasons)
     outputs = original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-    if reasons[0].code == "ERROR":  # and the library had none
+    if reasons[0].code == "ERROR":  # the library itself raised none
         PATCH_SET.fail("transformers.shared_caches", reasons[0].text)
     if call.rows == 1:
         prefixes.keep_prompt_sync(call, self, arguments, outputs)
@@ -87,10 +87,10 @@ def plan_prefill(
     generation_config: Any,
     forward: Callable[[dict[str, Any]], ModelOutput],
 ) -> PrefillPlan:
-    """Returns how to compute this prefill with fewer rows or columns; raises LeaveAlone if nothing is gained.
+    """Returns how to compute this prefill with fewer rows or columns. Raises LeaveAlone if nothing is gained.
 
-    arguments: `input_ids` and `model_kwargs`. forward: the library's prefill of other arguments of this kind. Whether
-    the model can compute a common prefix apart is tried once, and put back. Reads the device.
+    arguments: `input_ids` and `model_kwargs`. forward: runs the library's prefill with other arguments. Tests once for
+    each model whether it can compute a common prefix separately, and restores its state. Reads the device.
     """
     call, model = checks.call, checks.model
     groups, reasons = groups_of_equal_rows(call, model, arguments, generation_config)
@@ -106,7 +106,7 @@ def plan_prefill(
     if prefix is None:
         leave_alone_for(reasons)
     length = arguments["input_ids"].shape[1]
-    leave_alone_for(checks.prefill_sync(arguments, generation_config, groups))  # last: it looks at all modules
+    leave_alone_for(checks.prefill_sync(arguments, generation_config, groups))  # last, because it visits all modules
     if checks.is_verified_first:
         leave_alone_for(verification.first_use_reasons(model, generation_config, length, call))
     facts = call.facts_of(model, KNOWN)
@@ -120,7 +120,7 @@ def plan_prefill(
 
 @dataclass
 class PrefillPlan:
-    """One forward in place of the library's prefill, of one row per group and what follows a common prefix.
+    """A forward in place of the library's prefill: one row per group, and only the columns after a common prefix.
 
     first_rows: the arguments of one row per group. limit: the number of tokens that can be generated, at least 1.
     """
@@ -133,16 +133,16 @@ class PrefillPlan:
     forward: Callable[[dict[str, Any]], ModelOutput]
 
     def run(self, model_kwargs: dict[str, Any]) -> ModelOutput:
-        """Returns the outputs of all rows; raises LeaveAlone, with everything put back, if they would not be equal.
+        """Returns the outputs of all rows. Raises LeaveAlone, with the state restored, if they would differ.
 
-        model_kwargs: of all rows; what the prefill sets for the steps that follow is set there.
+        model_kwargs: the arguments of all rows, which are updated for the following steps, as by the library's prefill.
         """
         call, model = self.checks.call, self.checks.model
         cache, facts = kv_layers.cache_of(self.first_rows), call.facts_of(model, KNOWN)
         rollback = Rollback()
         if cache is not None:
             rollback.callback(kv_layers.undo_of(cache))
-        if facts.row_states is None:  # the model may keep states of its rows, from which its next forward goes on
+        if facts.row_states is None:  # the model may store states of rows for its next forward
             rollback.callback(undo_of_tensors(facts.modules.values()))
         with rollback:
             arguments = self._fill_prefix(cache)
@@ -160,7 +160,7 @@ class PrefillPlan:
         return outputs
 
     def _fill_prefix(self, cache: Any) -> dict[str, Any]:
-        """Returns the arguments of the forward; puts a common prefix into the cache, once for all groups."""
+        """Returns the arguments of the forward; fills the cache with a common prefix, once for all groups."""
         if self.prefix is None:
             return dict(self.first_rows)
         call, model, prefix = self.checks.call, self.checks.model, self.prefix
@@ -173,31 +173,32 @@ class PrefillPlan:
         return prefix.of_rests(self.first_rows)
 
     def _forward(self, arguments: dict[str, Any], cache: Cache | None, facts: ModelFacts) -> ModelOutput:
-        """Returns the outputs of one row per group; raises LeaveAlone if one of all rows would have given others."""
+        """Returns the outputs of one row per group. Raises LeaveAlone if a forward of all rows would give others."""
         tensors = facts.row_tensors() if facts.row_states is None else None
         try:
             with filling_all_rows(cache, self.groups) if kv_layers.is_static(cache) else nullcontext():
                 outputs = self.forward(arguments)
-        except Exception:  # the states of another call may be of more rows
+        except Exception:  # states of another call may have more rows
             if tensors is not None:
                 facts.row_states = self.checks.row_states({self.groups.rows}) or None
                 leave_alone_for(facts.row_states or [])
             raise
-        if self.prefix is not None and outputs["logits"].isnan().any():  # torch hides NaN of few keys without a mask
+        if self.prefix is not None and outputs["logits"].isnan().any():  # torch hides NaN among few keys without a mask
             raise LeaveAlone([NAN])
         if tensors is not None:
             facts.row_states = self.checks.row_states({len(self.groups)}, tensors)
             leave_alone_for(facts.row_states)
         if cache is None and self.first_rows.get("use_cache", True):
-            new_cache = kv_layers.cache_of(outputs)  # by the model, as all do in transformers 5.0
+            new_cache = kv_layers.cache_of(outputs)  # created by the model, as in transformers 5.0
             facts.row_states = [NO_CACHE] if new_cache is None else kv_layers.unsupported_types(new_cache)
             leave_alone_for(facts.row_states)
         return outputs
 
     def _expand(self, outputs: ModelOutput, user_cache: Cache | None) -> None:
-        """Makes the outputs of one row per group those of all rows, and adds to the report.
+        """Expands the outputs of one row per group to all rows, and adds to the report.
 
-        user_cache: what the forward was given. Some fill it and do not return it (BERT with `is_decoder=False`).
+        user_cache: the cache passed to the forward. Some models fill it without returning it (BERT with
+        `is_decoder=False`).
         """
         call, groups, report = self.checks.call, self.groups, self.checks.call.report
         cache = next((value for value in outputs.values() if isinstance(value, Cache)), user_cache)
@@ -209,14 +210,14 @@ class PrefillPlan:
             report.add_reasons(KV_CACHE, [STATIC_CACHE])
         elif cache is not None:
             if not groups.are_inputs:
-                kv_layers.take_rows(cache, groups.of_rows[:: groups.rows_per_input])
+                kv_layers.take_rows(cache, groups.group_of_row[:: groups.rows_per_input])
             expand_cache(self.checks.model, cache, groups.inputs, groups.rows_per_input, self.limit, call)
         if not groups.are_inputs and groups.rows_per_input == 1:
             sizes = ", ".join(map(str, groups.sizes[:8]))
             text = f"stored for each row: equal rows come in groups of {sizes}, not of one size"
             report.add_reasons(KV_CACHE, [Reason("GROUP_SIZES_DIFFER", text)])
         if (prefix := self.prefix) is not None:
-            report.set_prefix(prefix.length, prefix.length * (len(groups) - 1) + prefix.kept, prefix.kept)
+            report.set_prefix(prefix.length, prefix.length * (len(groups) - 1) + prefix.reused, prefix.reused)
         outputs["logits"] = outputs["logits"][:, -1:]
         for name, value in row_groups.repeat(outputs, groups).items():
             outputs[name] = value
@@ -231,11 +232,12 @@ def expand_cache(
     call: GenerateCall,
     is_prefix: bool = False,
 ) -> None:
-    """Gives a cache of `inputs` rows `rows_per_input` times as many, see `kv_layers.adopt`.
+    """Expands a cache of `inputs` rows to `rows_per_input` times as many, see `kv_layers.adopt`.
 
-    A model's latents in segments are expanded in parts until the call ends.
+    Until the call ends, a model's latents in segments are expanded segment by segment.
     """
-    if kv_layers.adopt(cache, inputs, rows_per_input, limit, call, is_prefix):  # the library may compile other forwards
+    # In calls without a `KVCache` the library may compile forwards.
+    if kv_layers.adopt(cache, inputs, rows_per_input, limit, call, is_prefix):
         facts = call.facts_of(model, KNOWN)
         if [kind for kind in facts.kinds if hasattr(kind, latent_attention.NAME)]:
             call.on_exit.enter_context(latent_attention.expanding_in_parts(facts.modules.values()))
@@ -243,11 +245,11 @@ def expand_cache(
 
 @contextmanager
 def _own_errors(model: HostModel) -> Iterator[None]:
-    """Turns errors of fastgen's own code, which changes caches and outputs in place, into LeaveAlone."""
+    """A context that turns errors of fastgen's own code, which writes in place, into LeaveAlone."""
     try:
         yield
     except torch.cuda.OutOfMemoryError:
-        raise  # the original would need more
+        raise  # the original would need more memory
     except Exception as error:
         if CONFIG.strict:
             raise
@@ -257,11 +259,10 @@ def _own_errors(model: HostModel) -> Iterator[None]:
 def groups_of_equal_rows(
     call: GenerateCall, model: HostModel, arguments: dict[str, Any], generation_config: Any
 ) -> tuple[RowGroups, list[Reason]]:
-    """Which consecutive rows are equal (beams, samples, or repeated by the caller), and why they are too few to gain.
+    """Returns groups of consecutive equal rows (beams, samples, or repeated by the caller), or why they gain nothing.
 
-    Repetitions are looked for where they would gain something: Whisper's own generate repeats its inputs, and so do
-    callers, who need not repeat all of them equally often (a batch of an evaluation may begin in the middle of the
-    samples of a prompt).
+    Repetitions are searched for if they would gain something: Whisper's own generate repeats its inputs, and so do
+    callers, possibly not all equally often (a batch of an evaluation may begin in the middle of a prompt's samples).
     """
     rows_per_input = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     rows = arguments["input_ids"].shape[0]
@@ -281,15 +282,15 @@ def groups_of_equal_rows(
     return groups, [ONE_ROW] if len(groups) == rows else too_small_reasons(call, model, arguments, len(groups))
 
 
-def too_small_reasons(call: GenerateCall, model: HostModel, arguments: dict[str, Any], kept: int) -> list[Reason]:
-    """Why a prefill of `kept` rows instead of all would not save what it costs; empty if it does."""
+def too_small_reasons(call: GenerateCall, model: HostModel, arguments: dict[str, Any], groups: int) -> list[Reason]:
+    """Returns why a prefill of `groups` rows instead of all would cost more than it saves; empty if it saves more."""
     row_count, length = arguments["input_ids"].shape
     embeds, encoded = arguments.get("inputs_embeds"), arguments.get("encoder_outputs")
     if embeds is not None:
         length = max(length, embeds.shape[1])
     if encoded is not None and isinstance(encoded[0], Tensor):
-        length += encoded[0].shape[1] // 16  # the share of a layer's weights that makes keys and values of them
-    size, costs, tokens = size_of(model, KNOWN), call.costs, (row_count - kept) * length
+        length += encoded[0].shape[1] // 16  # the part of a layer's weights that they are multiplied with
+    size, costs, tokens = size_of(model, KNOWN), call.costs, (row_count - groups) * length
     if costs.should_prefill_once(size, tokens):
         return []
     if costs.shares is False:
@@ -301,15 +302,15 @@ def too_small_reasons(call: GenerateCall, model: HostModel, arguments: dict[str,
 
 @contextmanager
 def filling_all_rows(cache: object, groups: RowGroups) -> Iterator[None]:
-    """Inside this context a `StaticCache` takes and returns one row per group, and keeps it for all of its rows.
+    """A context in which a `StaticCache` takes and returns one row per group, and stores it for all rows of the group.
 
-    Its layers stay the library's, for which it compiles its steps: their `update` writes to where a prefill with all
-    rows writes.
+    Its layers stay the library's, because the library compiles steps for them: their `update` writes into the same
+    memory as in a prefill with all rows.
     """
 
     def fill_all_rows(update: Callable[..., KV], keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> KV:
-        of_rows, firsts = groups.of_rows.to(keys.device), groups.firsts.to(keys.device)
-        filled = update(keys.index_select(0, of_rows), values.index_select(0, of_rows), *args, **kwargs)
+        group_of, firsts = groups.group_of_row.to(keys.device), groups.firsts.to(keys.device)
+        filled = update(keys.index_select(0, group_of), values.index_select(0, group_of), *args, **kwargs)
         return tuple(states.index_select(0, firsts) for states in filled)
 
     layers = kv_layers.layers_of(cache)

@@ -1,11 +1,11 @@
-"""Common prefix: what all prompts of a batch begin with, computed once and stored once for all rows.
+"""Common prefix: the first tokens of all prompts of a batch, computed once and stored once for all rows.
 
     row 0   | padding | prefix | rest 0 |          row 0   | prefix | padding | rest 0 | generated 0 |
     row 1   |  prefix |     rest 1      |   ──>    row 1   | prefix |     rest 1       | generated 1 |
 
-The prefix goes through the model as one row, the rests as one forward of all rows behind it. The columns of a row whose
-padding is on the left change places, so that the prefix is in the same columns of all rows: masks and positions go
-along, and attention does not depend on the order of its keys. Hydragen (arXiv 2402.05099) and ChunkAttention (arXiv
+The prefix goes through the model as one row, and the rests follow in one forward of all rows. In rows with padding on
+the left the columns change places, so that the prefix is in the same columns of all rows: masks and positions move with
+them, and attention does not depend on the order of its keys. Hydragen (arXiv 2402.05099) and ChunkAttention (arXiv
 2402.15220) do the same for attention alone.
 
 Tests: tests/optimizer/transformers/test_common_prefixes.py
@@ -35,37 +35,37 @@ from fastgen.optimizer.transformers.row_groups import IMAGES
 TOKENS, EMBEDS, MASK, POSITIONS = "input_ids", "inputs_embeds", "attention_mask", "position_ids"
 TYPES = "token_type_ids"
 
-# Arguments of a prefill with a value for each column: `[rows, length]`, or `[rows, length, width]`. Of positions there
-# may be one row for all.
+# Arguments of a prefill with a value for each column: `[rows, length]`, or `[rows, length, width]`. Positions may have
+# one row for all.
 COLUMNS = (TOKENS, EMBEDS, MASK, POSITIONS, TYPES)
 
 
 @dataclass(frozen=True)
 class CommonPrefix:
-    """Columns that all rows of a prefill have in common, `length` of them.
+    """The first `length` columns after the padding, which all rows of a prefill have in common.
 
-    padding: int64 `[rows]`, the columns on the left of each row, before the prefix; None if there are none. kept: how
-    many of the first columns an earlier call has kept; kept_layers: keys and values of as many or more, of each layer.
-    head: how many to keep for the next call, computed in a forward of their own. images: those of the prefix, and
-    those after it.
+    padding: int64 `[rows]`, the number of columns to the left of the prefix in each row; None if there are none.
+    reused: the number of first columns that an earlier call has kept; reused_layers: at least their keys and values,
+    for each layer. head: the number of first columns to keep for the next call, computed in a forward of their own.
+    images: the images in the prefix, and those after it.
     """
 
     length: int
     padding: Tensor | None = None
-    kept: int = 0
-    kept_layers: Sequence[KV] = ()
+    reused: int = 0
+    reused_layers: Sequence[KV] = ()
     head: int = 0
     images: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     def of_prefix(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Returns these arguments of a prefill, for one row that holds the prefix."""
+        """Returns a prefill's arguments for one row that holds the prefix."""
         row, names = self.of_rests(arguments), column_names(arguments)
         for name in {TOKENS, *names} & row.keys():
             row[name] = row[name][:1, : self.length if name in names else None]
         return row if self.images is None else row | {IMAGES: self.images[0]}
 
     def of_rests(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Returns these arguments for all rows, with all columns in the order that puts the prefix first."""
+        """Returns a prefill's arguments for all rows, with the columns ordered so that the prefix comes first."""
         ordered = dict(arguments)
         if self.padding is not None:
             shape, padding = prompt_of(arguments).shape[:2], self.padding[:, None]
@@ -79,14 +79,14 @@ class CommonPrefix:
 
     def columns(self, arguments: dict[str, Any]) -> dict[str, Tensor]:
         """Returns the prefix's columns `[1, length, …]` of each argument with columns; no mask if it hides nothing."""
-        of_prefix = self.of_prefix(arguments)
-        columns = {name: of_prefix[name] for name in column_names(arguments)}
+        prefix_arguments = self.of_prefix(arguments)
+        columns = {name: prefix_arguments[name] for name in column_names(arguments)}
         if MASK in columns and bool((columns[MASK] == 1).all()):
             del columns[MASK]
         return columns
 
     def tokens(self, arguments: dict[str, Any]) -> Tensor:
-        """Returns the tokens of the prefix, `[length]`, if no embeddings stand for them."""
+        """Returns the tokens of the prefix, `[length]`; only for prompts without embeddings."""
         start = 0 if self.padding is None else int(self.padding[0])
         return arguments[TOKENS][0, start : start + self.length]
 
@@ -97,21 +97,21 @@ def prompt_of(arguments: dict[str, Any]) -> Tensor:
 
 
 def options_of(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that have no columns and are no cache."""
+    """Returns the arguments that have no columns and are not the cache."""
     return {name: value for name, value in arguments.items() if name not in COLUMNS and not isinstance(value, Cache)}
 
 
 def column_names(arguments: dict[str, Any]) -> list[str]:
-    """The arguments with a value for each column of the prompt; not tokens which embeddings stand for."""
+    """Returns the names of arguments with a value for each column of the prompt; not tokens if there are embeddings."""
     names = [name for name in COLUMNS if arguments.get(name) is not None]
     return names[1:] if EMBEDS in names and names[0] == TOKENS else names
 
 
 def common_prefix_sync(checks: CallChecks, arguments: dict[str, Any], generation_config: Any) -> CommonPrefix | None:
-    """Returns what the rows of a prefill begin with in common if computing it once, or not at all, gains something.
+    """Returns the common prefix of a prefill's rows if computing it once, or not at all, gains something.
 
-    The last column of each row stays outside, because its logits are wanted. Adds to the report why a prefix is not
-    used. Reads the device.
+    It excludes the last column of each row, whose logits are needed. Adds to the report why a prefix is not used. Reads
+    the device.
     """
     call, model, (rows, length) = checks.call, checks.model, prompt_of(arguments).shape[:2]
     size, costs, reuse = size_of(model, KNOWN), call.costs, reuse_of(model)
@@ -122,18 +122,18 @@ def common_prefix_sync(checks: CallChecks, arguments: dict[str, Any], generation
     if reuse is None and not gains((rows - 1) * (length - 1)):
         return None
     prefix = longest_sync(arguments, model.config)
-    if prefix.length < 2:  # one may be the beginning of every text
+    if prefix.length < 2:  # one token may just be the one that begins texts
         return None
     if reuse is not None:
-        prefix = _with_kept_sync(call, model, reuse, prefix, arguments, gains)
-    reused = max(prefix.kept, prefix.head)
-    tokens = (rows - 1) * (prefix.length - reused)
+        prefix = _with_reused_sync(call, model, reuse, prefix, arguments, gains)
+    stored_length = max(prefix.reused, prefix.head)
+    tokens = (rows - 1) * (prefix.length - stored_length)
     if not gains(tokens):
-        if not reused:
+        if not stored_length:
             detail = f"{prefix.length} tokens of all inputs, {tokens} need not be computed"
             call.report.add_reasons(PREFIX, [Reason("PREFIX_SHORT", "too short to gain", detail)] if rows > 1 else [])
             return None
-        prefix = replace(prefix, length=reused)
+        prefix = replace(prefix, length=stored_length)
     if arguments.get(IMAGES):
         split = images.split_sync(arguments, model.config, prefix.tokens(arguments))
         prefix = replace(prefix, images=split)
@@ -142,7 +142,7 @@ def common_prefix_sync(checks: CallChecks, arguments: dict[str, Any], generation
     return None if reasons else prefix
 
 
-def _with_kept_sync(
+def _with_reused_sync(
     call: GenerateCall,
     model: HostModel,
     reuse: PrefixReuse,
@@ -150,22 +150,22 @@ def _with_kept_sync(
     arguments: dict[str, Any],
     gains: Callable[[int], bool],
 ) -> CommonPrefix:
-    """Returns the longest common prefix with what earlier calls have kept of it, and how much is to be kept of it.
+    """Adds to the longest common prefix what earlier calls have kept of it, and how much of it must be kept.
 
-    gains: whether so many tokens that need not be computed are worth a forward of their own.
+    gains: returns whether saving so many tokens is worth a forward of their own.
     """
     rows = len(prompt_of(arguments))
     asked = longest.length if reuse.head is None else reuse.head if reuse.head <= longest.length else 0
-    kept, layers = 0, list[KV]()
+    reused, layers = 0, list[KV]()
     if asked > 1:
         columns = replace(longest, length=asked).columns(arguments)
-        kept, layers = reuse.found_sync(call, model, columns, options_of(arguments))
+        reused, layers = reuse.match_sync(call, model, columns, options_of(arguments))
     head = asked if reuse.head is not None and gains(rows * asked) else 0
-    if reuse.kept is not None and not gains(rows * kept):
-        detail = f"{kept} of {asked} tokens were kept"
+    if reuse.stored is not None and not gains(rows * reused):
+        detail = f"{reused} of {asked} tokens were kept"
         call.report.add_reasons(KEPT, [Reason("PREFIX_SHORT", "too short to gain", detail)])
-    kept = kept if kept > 1 and gains(rows * kept) and head in (0, kept) else 0
-    return replace(longest, kept=kept, kept_layers=layers, head=head)
+    reused = reused if reused > 1 and gains(rows * reused) and head in (0, reused) else 0
+    return replace(longest, reused=reused, reused_layers=layers, head=head)
 
 
 def fill_sync(
@@ -175,25 +175,25 @@ def fill_sync(
     prefix: CommonPrefix,
     arguments: dict[str, Any],
 ) -> None:
-    """Puts the prefix into the empty cache among a prefill's arguments, for one row: what was kept, then the rest."""
+    """Fills the empty cache among a prefill's arguments with the prefix, for one row: kept columns, then the others."""
     cache: Any = kv_layers.cache_of(arguments)
-    reuse, filled = reuse_of(model), prefix.kept
-    for index, (keys, values) in enumerate(prefix.kept_layers if filled else ()):
+    reuse, filled = reuse_of(model), prefix.reused
+    for index, (keys, values) in enumerate(prefix.reused_layers if filled else ()):
         cache.update(keys[:, :, :filled], values[:, :, :filled], index)
     for part in (replace(prefix, length=prefix.head), prefix) if prefix.head else (prefix,):
         if filled >= part.length:
             continue
-        of_part = part.of_prefix(arguments)
-        if filled and of_part.get(MASK) is None:  # from which the library knows which columns are new
-            of_part[MASK] = prompt_of(of_part).new_ones(1, part.length, dtype=torch.int64)
-        forward(of_part)
+        part_arguments = part.of_prefix(arguments)
+        if filled and part_arguments.get(MASK) is None:  # the library derives from it which columns are new
+            part_arguments[MASK] = prompt_of(part_arguments).new_ones(1, part.length, dtype=torch.int64)
+        forward(part_arguments)
         filled = part.length
         if reuse is not None and filled == (reuse.head or filled):
             reuse.keep(call, model, part.columns(arguments), options_of(arguments), cache)
 
 
 def keep_prompt_sync(call: GenerateCall, model: HostModel, arguments: dict[str, Any], outputs: dict[str, Any]) -> None:
-    """Keeps the whole prompt of a prefill of one row for the next call, if the program asks for it."""
+    """Keeps the whole prompt of a prefill with one row for the next call, inside `reusing_prefix`."""
     reuse = None if model.config.is_encoder_decoder else reuse_of(model)
     if reuse is None or reuse.head is not None or _have_other_shapes(arguments, moves=True):
         return
@@ -206,10 +206,10 @@ def keep_prompt_sync(call: GenerateCall, model: HostModel, arguments: dict[str, 
 def model_reasons(
     facts: ModelFacts, forward: Callable[[dict[str, Any]], Any], prefix: CommonPrefix, arguments: dict[str, Any]
 ) -> list[Reason]:
-    """Why this model cannot compute a prefix apart from the rest, tried once for each type that a token has.
+    """Returns why this model cannot compute a prefix separately from the rest, tested once for each token type.
 
-    Encoders that serve as decoders cannot, nor can models that see a prompt, or what has one type, from both sides.
-    forward: a prefill, which fills the empty cache among the arguments; it is empty again afterwards.
+    Encoders used as decoders cannot, nor can models with bidirectional attention in prompts or between tokens of a
+    type. forward: runs a prefill, which fills the empty cache among the arguments; it is empty again afterwards.
     """
     if facts.coupled is not None:
         return [Reason("ROWS_COUPLED", facts.coupled)]
@@ -227,7 +227,7 @@ def model_reasons(
 
 
 def _two_rows(prefix: CommonPrefix, arguments: dict[str, Any], kind: int | None) -> dict[str, Any]:
-    """Returns a prefill of two rows of two tokens of this type, which differ in the second one."""
+    """Returns the arguments of a prefill with two rows of two tokens of this type, which differ in the second one."""
     names = column_names(arguments)
     rows = replace(prefix, length=2, images=None).of_prefix(arguments)
     rows.pop(IMAGES, None)
@@ -241,25 +241,25 @@ def _two_rows(prefix: CommonPrefix, arguments: dict[str, Any], kind: int | None)
 
 
 def _causality_reasons(cache: Any) -> list[Reason]:
-    """Why the keys and values of the first token depend on more than itself, after a prefill of `_two_rows`."""
+    """Returns why keys and values of the first token depend on more than itself, after a prefill of `_two_rows`."""
     if not cache.layers or not all(layer.is_initialized for layer in cache.layers):
         return [Reason("NO_CACHE", "the model fills no cache")]
     if cache.get_seq_length() != 2:
         return [Reason("VIRTUAL_TOKENS", "the model puts tokens of its own before the prompt")]
     first = (states[:, :, 0] for layer in cache.layers for states in (layer.keys, layer.values))
     if not all(torch.allclose(*rows, atol=1e-5, equal_nan=True) for rows in first):
-        return [Reason("NOT_CAUSAL", "what the model computes for a token depends on those behind it")]
+        return [Reason("NOT_CAUSAL", "keys and values of a token depend on later tokens")]
     return []
 
 
 def unsupported_reasons(
     checks: CallChecks, arguments: dict[str, Any], generation_config: Any, prefix: CommonPrefix
 ) -> list[Reason]:
-    """Why this prefix cannot be computed apart from what follows; empty if it can."""
+    """Returns why this prefix cannot be computed separately; empty if it can."""
     config, moves, generated = checks.model.config, prefix.padding is not None, generation_config.max_length or 0
     most = prompt_of(arguments).shape[1] + generated - arguments[TOKENS].shape[1]  # max_length counts no embeddings
     outputs = ("output_attentions", "output_hidden_states")
-    outputs_of_all = [name for name in outputs if arguments.get(name) or getattr(config, name, False)]
+    full_outputs = [name for name in outputs if arguments.get(name) or getattr(config, name, False)]
     are_joined = prefix.images is not None and not images.can_split_sync(arguments, config)
     foreign = [name for name, value in options_of(arguments).items() if name != IMAGES and not isinstance(value, PLAIN)]
     foreign = foreign or _have_other_shapes(arguments, moves)
@@ -267,7 +267,7 @@ def unsupported_reasons(
     return that_hold(
         checks.prefix(kv_layers.cache_of(arguments), most, moves, arguments.get(POSITIONS) is not None),
         ("CHUNKED_PREFILL", "prefill_chunk_size is set", generation_config.prefill_chunk_size is not None),
-        ("OUTPUTS", "{} is set, which are those of all columns", outputs_of_all[:1]),
+        ("OUTPUTS", "{} is set, which are those of all columns", full_outputs[:1]),
         ("IMAGES", "the features of images are not known to be those of the prompt's columns", are_joined),
         ("ARGUMENT_COLUMNS", "argument {}: its columns are not known", foreign[:1]),
         ("RETURN_DICT", "the returned cache would hold padding in other columns", would_show),
@@ -275,18 +275,18 @@ def unsupported_reasons(
 
 
 def _have_other_shapes(arguments: dict[str, Any], moves: bool) -> list[str]:
-    """Which arguments with columns are none `[rows, length]`: M-RoPE has positions on several axes."""
+    """Returns the arguments with columns that are not `[rows, length]`: M-RoPE has positions on several axes."""
     rows, length = prompt_of(arguments).shape[:2]
-    found = []
+    names = []
     for name in column_names(arguments):
         shapes = [(rows, length)] if moves or name != POSITIONS else [(rows, length), (1, length)]
         if arguments[name].shape[:2] not in shapes or arguments[name].dim() != (3 if name == EMBEDS else 2):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def longest_sync(arguments: dict[str, Any], config: Any) -> CommonPrefix:
-    """Returns the longest common prefix of what the mask does not hide, of length 0 if there is none."""
+    """Returns the longest common prefix of the visible columns; its length is 0 if there is none."""
     prompt, mask = prompt_of(arguments), arguments.get(MASK)
     most, padding = prompt.shape[1] - 1, None
     if mask is not None and mask.shape == prompt.shape[:2]:

@@ -1,11 +1,11 @@
-"""Logits processors of the library: n-gram blocking and prefix tries on all rows at once, and which of them know rows.
+"""Logits processors of the library: n-gram blocking and prefix tries for all rows together, and which depend on rows.
 
-- `NoRepeatNGramLogitsProcessor` and `EncoderNoRepeatNGramLogitsProcessor` run through the op of that name. The library
-  bans into a copy of the scores. In its own decoding loops these scores are nobody else's when they reach the first
-  processor: there they are written in place, which is most of what there is to gain.
-- `PrefixConstrainedLogitsProcessor` asks a `PrefixTrie` for all rows at once. The library calls the function for each
-  row, and so it does any other than a `PrefixTrie`. Errors, and inputs that no allowed token is left for, are the
-  library's own.
+- `NoRepeatNGramLogitsProcessor` and `EncoderNoRepeatNGramLogitsProcessor` use the op of that name. The library copies
+  the scores first. In its own decoding loops nobody else holds the scores that the first processor gets, so there they
+  are written in place, which is most of the gain.
+- `PrefixConstrainedLogitsProcessor` asks a `PrefixTrie` for all rows together. The library calls the function once per
+  row; so it does for any function that is not a `PrefixTrie`. Errors, and inputs without an allowed token, are left to
+  the library.
 - Finished inputs leave the batch if every processor treats each row alone.
 
 Tests: tests/optimizer/transformers/test_generate_ngrams.py, tests/optimizer/transformers/test_constrained.py,
@@ -48,7 +48,7 @@ from fastgen.provenance import PYTHON, comes_with
 NGRAM_GROUP, TRIE_GROUP = "transformers.no_repeat_ngram", "transformers.prefix_constrained"
 ALL_ROWS, ALONE = "prefix trie: all rows at once", "prefix trie: allowed tokens alone"
 
-# The patch that a call of each of these processors is sure to reach.
+# The processors whose calls always reach a patch, and the patch.
 _PATCHES: dict[type, str] = {
     NoRepeatNGramLogitsProcessor: "transformers.no_repeat_ngram",
     EncoderNoRepeatNGramLogitsProcessor: "transformers.no_repeat_encoder_ngram",
@@ -57,7 +57,7 @@ _PATCHES: dict[type, str] = {
 
 _NGRAMS = (NoRepeatNGramLogitsProcessor, EncoderNoRepeatNGramLogitsProcessor)
 
-# Processors of the library that treat every row for itself, from what it holds.
+# Processors of the library that treat every row independently, by its own tokens.
 BY_ROW = frozenset({
     "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "TemperatureLogitsWarper", "TopKLogitsWarper",
     "TopPLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper",
@@ -67,11 +67,11 @@ BY_ROW = frozenset({
     "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor", "WhisperTimeStampLogitsProcessor",
 })  # fmt: skip
 
-# The library's packages, and those of what it calls.
+# The packages of the library and of the code that it calls.
 _LIBRARY = PYTHON | {"transformers", "torch", "fastgen"}
 
-# Attributes that have no entry per row although their size may equal the number of rows: token ids, and what compaction
-# takes along itself.
+# Attributes that have no entry per row although their size may equal the number of rows (token ids), and those that
+# compaction updates itself.
 _NOT_OF_ROWS = frozenset({
     "eos_token_id", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "multi_token_biases", "bad_word_ids",
     "prompt_ignore_length",
@@ -79,12 +79,12 @@ _NOT_OF_ROWS = frozenset({
 
 
 def _is_patched(processor: Any, *kinds: type) -> bool:
-    """Whether it is of one of these classes, and its call reaches the patch."""
+    """Whether the processor is of one of these classes, and its call reaches the patch."""
     return type(processor) in kinds and PATCH_SET.in_effect(_PATCHES[type(processor)])
 
 
 def _verified_if_newer(group: str, kind: type, ours: Callable[[], Tensor], theirs: Callable[[], Tensor]) -> Tensor:
-    """Returns scores as `ours` does; where transformers is newer than any version tested, a class is compared first.
+    """Returns the scores of `ours`; on an untested, newer transformers the class is compared with `theirs` first.
 
     If other tokens are banned, the group of patches is switched off.
     """
@@ -105,7 +105,7 @@ def _verified_if_newer(group: str, kind: type, ours: Callable[[], Tensor], their
 
 
 def no_repeat_ngram(original: Callable, self: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
-    """`__call__` of both processors: input_ids `[rows, length]`, scores `[rows, vocabulary_size]`."""
+    """Replaces `__call__` of both processors; input_ids `[rows, length]`, scores `[rows, vocabulary_size]`."""
     if reasons := _ngram_reasons(self, input_ids, scores):
         add_reasons(NGRAMS, reasons)
     if reasons or not _can_ban(self, input_ids):
@@ -115,9 +115,9 @@ def no_repeat_ngram(original: Callable, self: Any, input_ids: Tensor, scores: Te
 
 
 def encoder_ngrams(original: Callable, self: Any, encoder_ngram_size: int, encoder_input_ids: Tensor) -> None:
-    """`EncoderNoRepeatNGramLogitsProcessor.__init__`: the dictionaries of all n-grams are made when they are read.
+    """Replaces `EncoderNoRepeatNGramLogitsProcessor.__init__`: dictionaries of n-grams are created when they are read.
 
-    Reads the device: negative tokens are left to the library, which bans those from the vocabulary's end.
+    Reads the device: negative tokens are left to the library, which counts them from the vocabulary's end.
     """
     ids = encoder_input_ids
     is_usual = type(encoder_ngram_size) is int and encoder_ngram_size >= 1 and type(ids) is Tensor
@@ -129,9 +129,9 @@ def encoder_ngrams(original: Callable, self: Any, encoder_ngram_size: int, encod
 
 
 class EncoderNGrams(UserList):
-    """The n-grams of the encoder's input: its tokens, and once somebody asks for them, transformers' dictionaries.
+    """The n-grams of the encoder's input: its tokens and, once they are read, transformers' dictionaries.
 
-    Item i is the dictionary of input i, from the first n - 1 tokens of an n-gram to the list of its last ones.
+    Item i is the dictionary of input i, from the first n - 1 tokens of an n-gram to the list of last tokens.
     encoder_input_ids: `[inputs, source_width]`.
     """
 
@@ -143,14 +143,14 @@ class EncoderNGrams(UserList):
         return logits_process._get_ngrams(self.ngram_size, self.encoder_input_ids, self.encoder_input_ids.shape[0])
 
     def __reduce__(self) -> tuple:
-        """Pickles as a list, which is read without fastgen, too."""
+        """Pickles as a list, which can be read without fastgen."""
         return list, (self.data,)
 
 
 def writing_processors(processors: LogitsProcessorList, generation_config: Any) -> LogitsProcessorList:
-    """The processors of a decoding loop, of which the first may write into the scores they are given.
+    """Returns the processors of a decoding loop, whose first one may write into the scores if nobody else holds them.
 
-    So where nobody else holds the scores that the loop gives to it, as far as is tested.
+    That is assumed only for versions of transformers that were tested.
     """
     is_first = bool(processors) and _is_patched(processors[0], *_NGRAMS) and not generation_config.output_logits
     is_librarys = type(processors) is LogitsProcessorList and comes_with(type(processors).__call__, LogitsProcessorList)
@@ -159,7 +159,7 @@ def writing_processors(processors: LogitsProcessorList, generation_config: Any) 
 
 
 class WritingProcessors(LogitsProcessorList):
-    """The processors of one loop, of which n-gram blocking writes in place as long as no other comes before it."""
+    """The processors of one loop, in which n-gram blocking writes in place if it comes first."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         done = 0
@@ -173,7 +173,7 @@ class WritingProcessors(LogitsProcessorList):
 
 
 def _ngram_reasons(processor: Any, input_ids: Tensor, scores: Tensor) -> list[Reason]:
-    """Why this call is left to transformers."""
+    """Returns why this call is left to transformers; empty if it is not."""
     is_of_encoder, size = isinstance(processor, EncoderNoRepeatNGramLogitsProcessor), processor.ngram_size
     kind = _NGRAMS[is_of_encoder]
     is_replaced = _PATCHES[kind] not in PATCH_SET.direct
@@ -201,13 +201,13 @@ def _ngram_reasons(processor: Any, input_ids: Tensor, scores: Tensor) -> list[Re
 
 
 def _can_ban(processor: Any, input_ids: Tensor) -> bool:
-    """Whether the rows are long enough for anything to be banned; transformers copies no scores where they are not."""
+    """Whether the rows are long enough for an n-gram to repeat; otherwise transformers does not copy the scores."""
     is_of_encoder = isinstance(processor, EncoderNoRepeatNGramLogitsProcessor)
     return is_of_encoder or input_ids.shape[1] >= processor.ngram_size
 
 
 def _ban(ban: Callable[..., Tensor], processor: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
-    """Calls this form of the op, and counts it."""
+    """Calls one form of the op, and counts the call."""
     count(*kernel_for(scores.device.type).counted_as)
     is_of_encoder = isinstance(processor, EncoderNoRepeatNGramLogitsProcessor)
     tokens = processor.generated_ngrams.encoder_input_ids if is_of_encoder else None
@@ -218,7 +218,7 @@ def _ban(ban: Callable[..., Tensor], processor: Any, input_ids: Tensor, scores: 
 
 
 def prefix_constrained(original: Callable, self: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
-    """`__call__`: input_ids `[rows, length]`, scores `[rows, vocabulary_size]`."""
+    """Replaces `__call__`; input_ids `[rows, length]`, scores `[rows, vocabulary_size]`."""
     trie, num_beams, rows = self._prefix_allowed_tokens_fn, self._num_beams, input_ids.shape[0]
     theirs = partial(original, self, input_ids, scores)
     if type(trie) is not PrefixTrie or TRIE_GROUP not in PATCH_SET.direct:
@@ -242,7 +242,7 @@ def prefix_constrained(original: Callable, self: Any, input_ids: Tensor, scores:
 
 
 def _constrained(trie: PrefixTrie, num_beams: int, input_ids: Tensor, scores: Tensor) -> Tensor | None:
-    """Scores of allowed tokens only; None where the library raises an error, or forces tokens."""
+    """Returns the scores with only allowed tokens finite; None if the library must raise an error or force tokens."""
     count(ALL_ROWS)
     rows, tokens = trie.allowed_sync(input_ids)
     if not all_rows_occur(rows, input_ids.shape[0]):
@@ -254,18 +254,18 @@ def _constrained(trie: PrefixTrie, num_beams: int, input_ids: Tensor, scores: Te
 
 
 def vocabulary_reasons(trie: PrefixTrie, vocabulary_size: int) -> list[Reason]:
-    """Why the library has to be asked, which raises an error if the trie comes to a token that there is none of."""
+    """Returns why the library must run: it raises an error if the trie allows a token outside the vocabulary."""
     text = f"the trie has token {trie.largest_token} (supported: up to {vocabulary_size - 1})"
     return that_hold(("TRIE_OUTSIDE_VOCABULARY", text, trie.largest_token >= vocabulary_size))
 
 
 def all_rows_occur(rows: Tensor, row_count: int) -> bool:
-    """Whether something is allowed in each row, given the row of each allowed token. Reads the device."""
+    """Whether each row has an allowed token; rows: the row of each allowed token. Reads the device."""
     return bool(torch.bincount(rows, minlength=row_count).all())
 
 
 def trie_of(processor: Any) -> PrefixTrie | None:
-    """The trie that says what rows may go on with; None for another processor or function."""
+    """Returns the trie of a prefix-constrained processor; None for another processor or function."""
     if not _is_patched(processor, PrefixConstrainedLogitsProcessor):
         return None
     function = processor._prefix_allowed_tokens_fn
@@ -273,21 +273,21 @@ def trie_of(processor: Any) -> PrefixTrie | None:
 
 
 def trie_alone(processors: Any, vocabulary_size: int) -> PrefixTrie | None:
-    """The trie of the only processor, where it is all that changes scores; None where they are to be processed."""
+    """Returns the trie of the only processor, if nothing else changes scores; None if processors must run."""
     trie = trie_of(processors[0])
     if trie is None or vocabulary_reasons(trie, vocabulary_size) or "transformers" in PATCH_SET.untested_hosts:
         return None
     return trie
 
 
-# Processors and the rows of a batch, from which finished inputs are to be removed.
+# Dependence of processors on the rows of a batch, from which finished inputs are removed.
 
 
 def by_batch_index(processors: Iterable[Any]) -> list[Reason]:
-    """The processors that may know rows by their batch index, and not only by what each holds.
+    """Returns processors that may depend on the batch index of rows, and not only on their content, as reasons.
 
-    A trie that allows something everywhere does not; otherwise the library raises an error for finished inputs, too,
-    by their numbers.
+    A trie with tokens at dead ends does not depend on it; without them, the library's errors for finished inputs name
+    their index.
     """
     others = []
     for processor in processors:
@@ -302,12 +302,12 @@ def by_batch_index(processors: Iterable[Any]) -> list[Reason]:
 
 
 def parameters_of_rows(processors: Iterable[Any], rows: int) -> list[Reason]:
-    """What processors hold that may have an entry for each of these rows: a temperature for each prompt."""
+    """Returns attributes of processors that may have an entry per row, such as a temperature per prompt, as reasons."""
     names = []
     for processor in filter(_is_by_row, processors):
-        of_classes = [vars(base).items() for base in type(processor).__mro__[:-1]]
+        attributes = [vars(base).items() for base in type(processor).__mro__[:-1]]
         held = {
-            name: value for items in of_classes for name, value in items if isinstance(value, (Tensor, list, tuple))
+            name: value for items in attributes for name, value in items if isinstance(value, (Tensor, list, tuple))
         }
         for name, value in (held | vars(processor)).items():
             if name not in _NOT_OF_ROWS and any(_may_be_of_rows(leaf, rows) for leaf in tree_leaves(value)):

@@ -1,10 +1,10 @@
-"""Sampling in which each row has random numbers of its own, whatever rows are beside it.
+"""Sampling in which each row has its own random numbers, independent of the other rows.
 
-The library draws the noise of all rows from one generator, so that a sample depends on its batch. Here each row has a
-Philox stream of its own (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): its key is the seed and
-the input's number, its counter starts at the row's number within that input. One uniform number a step chooses among
-the cumulated probabilities, after all warpers, and what is left of the scores is that token: the library's own draw can
-take no other. So the unpatched library draws the same.
+The library draws the noise of all rows from one generator, so that a sample depends on its batch. Here each row has its
+own Philox stream (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): its key is the seed and the
+input's number, and its counter starts at the row's number within that input. At each step, one uniform number chooses a
+token by the cumulated probabilities, after all warpers, and all other scores become -inf: the library's own draw then
+must choose that token. So the unpatched library draws the same.
 
 Tests: tests/optimizer/transformers/test_row_draws.py
 """
@@ -22,21 +22,21 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessorList
 
-STEPS_AT_ONCE = 64  # numbers of each row that are copied to the device together
-NUMBERS_OF_A_COUNT = 4  # of a Philox4x64
+STEPS_AT_ONCE = 64  # numbers per row that are copied to the device together
+NUMBERS_OF_A_COUNT = 4  # numbers per counter value of a Philox4x64
 MANTISSA_BITS = 53
 
 
 class RowDraws:
-    """The last logits processor of a sampling loop: it leaves one token to each row.
+    """The last logits processor of a sampling loop, which leaves one token for each row.
 
-    keys: of each row the seed, a number that tells its input from others, and one that tells it from the other rows of
-    that input; 64 bits each. Steps are counted from the first call on.
+    keys: for each row the seed, the number of its input, and its number among the rows of that input; 64 bits each.
+    Steps are counted from the first call on.
     """
 
     def __init__(self, keys: Sequence[tuple[int, int, int]], device: torch.device) -> None:
         self._keys = keys
-        # Where there are no doubles, the last bits of the sums decide between close tokens.
+        # On devices without doubles, the last bits of the sums decide between close tokens.
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._uniform = torch.empty((len(keys), 0), dtype=self._dtype, device=device)
         self._first_length: int | None = None
@@ -44,12 +44,14 @@ class RowDraws:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Returns scores `[rows, vocabulary_size]` with the drawn token of each row at 0, all others at -inf."""
         tokens, total = self._drawn(scores, self._step(input_ids), None)
-        # Not finite if the scores are not: then the library's draw raises its error.
+        # Not finite if the scores are not: then the library's draw raises its own error.
         return torch.full_like(scores, -math.inf).scatter_(1, tokens[:, None], (total * 0).to(scores.dtype))
 
     def tokens(self, input_ids: Tensor, scores: Tensor, row_index: Tensor) -> Tensor:
-        """Returns the token of each row, int64 `[rows]`; row_index: which of all rows they are. May raise an error as
-        `torch.multinomial` does."""
+        """Returns the token of each row, int64 `[rows]`; row_index: the indices of these rows among all.
+
+        Raises RuntimeError, like `torch.multinomial`, if probabilities are not finite.
+        """
         tokens, total = self._drawn(scores, self._step(input_ids), row_index)
         if total.device.type == "cpu" and not total.isfinite().all():
             raise RuntimeError("probabilities to draw from are not finite")
@@ -65,7 +67,7 @@ class RowDraws:
         if step >= self._uniform.shape[1]:
             counter = self._uniform.shape[1] // NUMBERS_OF_A_COUNT
             counters = [np.array((counter, 0, 0, sample), np.uint64) for *_, sample in self._keys]
-            keys = [np.array(key[:2], np.uint64) for key in self._keys]  # a tuple would lose bits of large numbers
+            keys = [np.array(key[:2], np.uint64) for key in self._keys]  # NumPy would round large numbers in a tuple
             generators = [np.random.Philox(key=key, counter=start) for key, start in zip(keys, counters)]
             bits = np.stack([generator.random_raw(STEPS_AT_ONCE) for generator in generators])
             numbers = torch.from_numpy((bits >> (64 - MANTISSA_BITS)) * 2.0**-MANTISSA_BITS)
@@ -79,7 +81,7 @@ class RowDraws:
 
 
 class _AddsDraws:
-    """Replaces `_get_logits_processor` of one model: returns the library's processors, and after them the draws."""
+    """Replaces `_get_logits_processor` of one model, and appends the draws to the library's processors."""
 
     def __init__(self, model: ref[Any]) -> None:
         self.model = model
@@ -90,12 +92,12 @@ class _AddsDraws:
         return LogitsProcessorList([*type(model)._get_logits_processor(model, *args, **kwargs), self.draws])
 
 
-# The same object in every call: a model whose attributes are others than before counts as changed.
+# One object for all calls: a model with other attributes than before counts as changed.
 _hooks: WeakKeyDictionary[Any, _AddsDraws] = WeakKeyDictionary()
 
 
 def can_draw_by_row(model: Any) -> bool:
-    """Whether `generate` of the model is the library's, with its sampling loop."""
+    """Whether the model's `generate` and sampling loop are the library's."""
     kind, own = type(model), ("generate", "_sample", "_get_logits_processor")
     is_librarys = (getattr(kind, name, None) is getattr(GenerationMixin, name) for name in own)
     return isinstance(model, GenerationMixin) and all(is_librarys)

@@ -1,4 +1,4 @@
-"""Which consecutive rows of a prefill's arguments are equal: those of beams, of samples, or repeated by the caller.
+"""Groups of consecutive equal rows in a prefill's arguments: of beams, of samples, or repeated by the caller.
 
 Tests: tests/optimizer/transformers/test_repeated_rows.py
 """
@@ -20,16 +20,16 @@ from transformers.modeling_outputs import ModelOutput
 from fastgen.optimizer.decoding.report import Reason
 from fastgen.optimizer.transformers.compat import UNREAD_ARGUMENTS
 
-# Arguments whose rows belong to images, videos or sounds in a prompt and not to the prompt's own rows.
+# Arguments whose rows belong to images, videos or sounds in a prompt, not to the rows of the prompt.
 MULTIMODAL = re.compile("pixel|image|video|audio|mm_|input_features|input_values|vision|speech")
 
-# What each token of the prompt is, text or image: `[rows, length]`.
+# The type of each token of the prompt, text or image: `[rows, length]`.
 OF_THE_PROMPT = ("mm_token_type_ids",)
 
 # Arguments that have one position, not one row, per element.
 WITHOUT_ROWS = ("cache_position",)
 
-# What the library has encoded of a prompt's images and videos before the prefill; models/images.py reduces it.
+# The images and videos of a prompt, encoded before the prefill; models/images.py reduces them.
 IMAGES = "mm_encoder_outputs"
 
 # Arguments of these types have no rows.
@@ -37,26 +37,26 @@ _PLAIN = (bool, int, float, str, Cache, torch.dtype, torch.device)
 
 
 class RowGroups:
-    """Rows that are equal, next to each other: `sizes` of the groups, one after the other.
+    """Groups of consecutive equal rows; sizes: the number of rows in each group.
 
-    An input has as many rows (`rows_per_input`) as divide all groups: of groups of 16 and 8 rows, 8; of 5 and 3, one.
-    are_inputs: all are of one size, so that each is an input. are_equal: the rows were compared. firsts: the first row
-    of each group, int64 `[groups]`. of_rows: the group of each row, int64.
+    rows_per_input: the greatest common divisor of the sizes: 8 for groups of 16 and 8 rows, 1 for 5 and 3. are_inputs:
+    whether all sizes are equal, so that each group is an input. are_equal: whether the rows were compared. firsts: the
+    first row of each group, int64 `[groups]`. group_of_row: the group of each row, int64 `[rows]`.
     """
 
     def __init__(self, sizes: Sequence[int], are_equal: bool = False) -> None:
         self.sizes, self.are_equal = sizes, are_equal
-        self.rows, self.rows_per_input = sum(sizes), math.gcd(*sizes) or 1  # of an empty batch
+        self.rows, self.rows_per_input = sum(sizes), math.gcd(*sizes) or 1  # 1 for an empty batch
         self.inputs = self.rows // self.rows_per_input
         self.are_inputs = len(sizes) == self.inputs
 
-    @cached_property  # tensors when they are asked for: most calls have one row per input
+    @cached_property  # created on demand: most calls have one row per input
     def firsts(self) -> Tensor:
         sizes = torch.tensor(self.sizes, device="cpu")
         return sizes.cumsum(0) - sizes
 
     @cached_property
-    def of_rows(self) -> Tensor:
+    def group_of_row(self) -> Tensor:
         sizes = torch.tensor(self.sizes, device="cpu")
         return torch.arange(len(self), device="cpu").repeat_interleave(sizes)
 
@@ -65,7 +65,7 @@ class RowGroups:
 
 
 def unsupported_reasons(model_type: str, arguments: dict[str, Any], rows: int) -> list[Reason]:
-    """Why rows of these arguments cannot be left out; empty if they can."""
+    """Returns why rows of these arguments cannot be left out; empty if they can."""
     reasons, unread = [], UNREAD_ARGUMENTS.get(model_type, ())
     for name, value in _leaves(arguments):
         if name in unread or name == IMAGES or value is None or isinstance(value, _PLAIN):
@@ -77,46 +77,46 @@ def unsupported_reasons(model_type: str, arguments: dict[str, Any], rows: int) -
                 text = f"argument {name} of shape {tuple(value.shape)} does not have {rows} rows"
                 reasons.append(Reason("ARGUMENT_ROWS", text))
         elif not (isinstance(value, tuple) and name.startswith("encoder_outputs.")):
-            # those are the encoder's hidden states or attentions, which the library does not repeat
+            # hidden states or attentions of the encoder, which the library does not repeat
             reasons.append(Reason("ARGUMENT_TYPE", f"argument {name} is a {type(value).__name__}"))
     return reasons
 
 
-def take(arguments: Mapping[str, Any], rows: int, kept: Tensor) -> dict[str, Any]:
-    """The same arguments with these of their rows (int64) only; images stay, no decoding step looks at them."""
-    return {name: _taken(name, value, rows, kept) for name, value in arguments.items()}
+def take(arguments: Mapping[str, Any], rows: int, indices: Tensor) -> dict[str, Any]:
+    """Returns the arguments with only these rows (int64); images are not reduced, because decode steps ignore them."""
+    return {name: _taken(name, value, rows, indices) for name, value in arguments.items()}
 
 
 def repeat(arguments: Mapping[str, Any], groups: RowGroups) -> dict[str, Any]:
-    """The arguments or outputs of one row per group with all rows of each group."""
-    return {name: _taken(name, value, len(groups), groups.of_rows) for name, value in arguments.items()}
+    """Expands arguments or outputs of one row per group to all rows."""
+    return {name: _taken(name, value, len(groups), groups.group_of_row) for name, value in arguments.items()}
 
 
-def _taken(name: str, value: Any, rows: int, kept: Tensor) -> Any:
+def _taken(name: str, value: Any, rows: int, indices: Tensor) -> Any:
     if isinstance(value, ModelOutput):
-        return type(value)(**take(value, rows, kept))
+        return type(value)(**take(value, rows, indices))
     if isinstance(value, tuple):
-        return tuple(_taken(name, part, rows, kept) for part in value)
+        return tuple(_taken(name, part, rows, indices) for part in value)
     dim = _row_dim(name, value, rows) if isinstance(value, Tensor) else None
-    return value if dim is None else value.index_select(dim, kept.to(value.device))
+    return value if dim is None else value.index_select(dim, indices.to(value.device))
 
 
 def groups_are_equal_sync(arguments: dict[str, Any], groups: RowGroups) -> bool:
-    """Whether the rows of each group hold the same values in all arguments. Reads the device."""
+    """Whether the rows of each group have the same values in all arguments. Reads the device."""
     equal = _equal_to_row_before_sync(arguments, groups.rows)
     equal[groups.firsts[1:] - 1] = True
     return bool(equal.all())
 
 
 def repetitions_sync(arguments: dict[str, Any], rows: int) -> RowGroups:
-    """Equal rows that stand next to each other. Reads the device."""
+    """Returns the groups of adjacent equal rows. Reads the device."""
     others = (~_equal_to_row_before_sync(arguments, rows)).nonzero().flatten() + 1
     starts = [0, *others.tolist()]
     return RowGroups([end - start for start, end in zip(starts, [*starts[1:], rows])], are_equal=True)
 
 
 def _equal_to_row_before_sync(arguments: dict[str, Any], rows: int) -> Tensor:
-    """Returns for each row but the first whether it equals the row before, bool `[rows - 1]`."""
+    """Returns for each row but the first whether it equals the previous row, bool `[rows - 1]`."""
     equal = torch.ones(rows - 1, dtype=torch.bool, device="cpu")
     tensors = [(value.numel(), name, value) for name, value in _leaves(arguments) if isinstance(value, Tensor)]
     for count, name, value in sorted(tensors, key=itemgetter(0)):
@@ -128,7 +128,7 @@ def _equal_to_row_before_sync(arguments: dict[str, Any], rows: int) -> Tensor:
 
 
 def _leaves(arguments: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
-    """The arguments, and in place of outputs of a model their parts, as `NAME.PART`."""
+    """Yields names and values of arguments; a model's outputs are replaced by their parts, as `NAME.PART`."""
     for name, value in arguments.items():
         if isinstance(value, ModelOutput):
             yield from _leaves(value, f"{within}{name}.")
@@ -137,7 +137,7 @@ def _leaves(arguments: Mapping[str, Any], within: str = "") -> Iterator[tuple[st
 
 
 def _row_dim(name: str, value: Tensor, rows: int) -> int | None:
-    """The dimension that holds the rows, or None; multimodal position_ids are `[axes, rows, length]`."""
+    """Returns the dimension of the rows, or None; multimodal position_ids are `[axes, rows, length]`."""
     if name in WITHOUT_ROWS or not value.dim():
         return None
     dim = 1 if name == "position_ids" and value.dim() == 3 else 0

@@ -1,7 +1,7 @@
 """`GenerationMixin._sample`: captured steps, and compaction on a CPU. All other calls go to the library's loop.
 
-Rows that have ended leave the batch. Where tokens are drawn, random numbers are drawn for all rows all the same, as the
-library does, so that a seed gives the same samples.
+Rows that have ended leave the batch. In sampling, random numbers are still drawn for all rows, as by the library, so
+that a seed gives the same samples.
 
 Tests: tests/optimizer/transformers/test_finished_inputs.py, tests/optimizer/transformers/test_captured_steps.py,
 tests/optimizer/transformers/test_refused_calls.py
@@ -30,7 +30,7 @@ from fastgen.optimizer.transformers.decode_step import LateStopCheck, Transforme
 from fastgen.optimizer.transformers.processors import writing_processors
 from fastgen.optimizer.transformers.row_draws import RowDraws
 
-# Of a draw: random integers at a time, and how few torch draws faster where all rows go on.
+# Random integers drawn in one piece; and the number below which torch draws faster, if no row has ended.
 MOST_BITS = 1 << 20
 MIN_ELEMENTS_TO_DRAW = 1 << 17
 
@@ -53,8 +53,8 @@ def sample(
     theirs = partial(original, self, input_ids, processors, stopping_criteria, generation_config, **model_kwargs)
     if (call := current_call()) is None:
         return theirs(synced_gpus=synced_gpus, streamer=streamer)
-    given = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs, streamer
-    call.host.checks = checks = CallChecks(call, self, LoopArguments(*given))
+    arguments = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs, streamer
+    call.host.checks = checks = CallChecks(call, self, LoopArguments(*arguments))
     compacts, captures = parts_of_loop(checks)
     if not (compacts or captures):
         return theirs(synced_gpus=synced_gpus, streamer=streamer)
@@ -64,7 +64,7 @@ def sample(
 
 
 def parts_of_loop(checks: CallChecks) -> tuple[bool, bool]:
-    """Whether rows may leave, and whether steps are captured; with neither the loop is the library's.
+    """Returns whether rows may leave, and whether steps are captured; without either, the library's loop runs.
 
     Adds to the report why not.
     """
@@ -87,7 +87,7 @@ def parts_of_loop(checks: CallChecks) -> tuple[bool, bool]:
 def _can_end_early(input_ids: Tensor, stopping_criteria: Any, config: Any) -> bool:
     """Whether some of several rows may end before others, on a CPU.
 
-    With no_repeat_ngram_size 1 a row that has ended may have no token left to draw, where the library raises an error.
+    Not with no_repeat_ngram_size 1: a row that has ended may have no token left, for which the library raises an error.
     """
     has_end = any(type(criterion) is EosTokenCriteria for criterion in stopping_criteria)
     several = input_ids.shape[0] > 1 and input_ids.device.type == "cpu"
@@ -95,12 +95,13 @@ def _can_end_early(input_ids: Tensor, stopping_criteria: Any, config: Any) -> bo
 
 
 class TokenLoop:
-    """Rows that get one token at each step, greedy or drawn.
+    """A greedy or sampling loop: each row gets one token at each step.
 
-    input_ids: of the rows that are there, `[rows, length]`; going_on: those that have not ended; row_index: which of
-    all_rows rows they are. finished: before rows left, the indices and tokens of those that were there. late_stop:
-    where the end is read one step late, because the host is not to wait for the device. draws_itself: with `_draw`.
-    drew_for_padding: whether a padding token was fed and its logits were drawn from.
+    input_ids: the tokens of the rows in the batch, `[rows, length]`; unfinished: whether each has not ended, bool
+    `[rows]`; row_index: their indices among all_rows rows. finished: indices and tokens of the batch before each
+    compaction. late_stop: reads the end one step late, so that the host does not wait for the device, or None.
+    draws_itself: whether tokens are drawn with `_draw`. drew_for_padding: whether a padding token was fed and a token
+    drawn from its logits.
     """
 
     def __init__(self, input_ids: Tensor, config: Any, step: TransformersDecodeStep, compacts: bool) -> None:
@@ -108,7 +109,7 @@ class TokenLoop:
         device = input_ids.device
         self.input_ids, self.all_rows = input_ids, input_ids.shape[0]
         self.pad = None if config._pad_token_tensor is None else config._pad_token_tensor.to(device)
-        self.going_on = torch.ones(self.all_rows, dtype=torch.bool, device=device)
+        self.unfinished = torch.ones(self.all_rows, dtype=torch.bool, device=device)
         self.row_index = torch.arange(self.all_rows, device=device)
         self.finished: list[tuple[Tensor, Tensor]] = []
         self.late_stop = LateStopCheck(device) if step.stops_late else None
@@ -118,7 +119,7 @@ class TokenLoop:
         self.random = torch.cuda.default_generators[device.index] if is_cuda else torch.default_generator
 
     def run(self, stopping_criteria: Any) -> Tensor:
-        """The sequences `[rows, length]`, as the library returns them."""
+        """Returns the sequences `[rows, length]` that the library returns."""
         logits = self.step.logits(self.input_ids)
         with compat.optimized_for_decode(self.step.model):
             while not self.advance(logits, stopping_criteria):
@@ -128,12 +129,12 @@ class TokenLoop:
         if self.pad is None or not self.finished:  # without padding no row ends before the others
             return self.input_ids
         output = self.pad.repeat(self.all_rows, self.input_ids.shape[1])
-        for rows, found in [*self.finished, (self.row_index, self.input_ids)]:
-            output[rows, : found.shape[1]] = found
+        for rows, tokens in [*self.finished, (self.row_index, self.input_ids)]:
+            output[rows, : tokens.shape[1]] = tokens
         return output
 
     def advance(self, logits: Tensor, stopping_criteria: Any) -> bool:
-        """Adds a token to each row; returns whether all have ended."""
+        """Adds a token to each row, and returns whether all rows have ended."""
         processors, draws = self.step.processors, self.config.do_sample
         by_row = processors[-1] if draws and processors and type(processors[-1]) is RowDraws else None
         if by_row is not None:
@@ -144,16 +145,16 @@ class TokenLoop:
             tokens = torch.argmax(scores, dim=-1)
         elif by_row is not None:
             tokens = by_row.tokens(self.input_ids, scores, self.row_index)
-        else:  # with the operations of the library's loop, and the random numbers of all rows
+        else:  # with the library's operations, and random numbers for all rows
             tokens = self.drawn(functional.softmax(scores, dim=-1))
         if self.pad is not None:
-            tokens = torch.where(self.going_on, tokens, self.pad)
+            tokens = torch.where(self.unfinished, tokens, self.pad)
         self.input_ids = torch.cat([self.input_ids, tokens[:, None]], dim=1)
-        self.going_on = self.going_on & ~stopping_criteria(self.input_ids, None)
-        has_ended = ~self.going_on.any()
+        self.unfinished = self.unfinished & ~stopping_criteria(self.input_ids, None)
+        has_ended = ~self.unfinished.any()
         if self.late_stop is None:
             return bool(has_ended)
-        if self.late_stop.exchange(has_ended):  # this step was one too many
+        if self.late_stop.exchange(has_ended):  # this step was superfluous
             if before is not None:
                 self.random.set_state(before)
             self.input_ids = self.input_ids[:, :-1]
@@ -161,55 +162,55 @@ class TokenLoop:
         return self.input_ids.shape[1] >= self.config.max_length
 
     def drawn(self, probs: Tensor) -> Tensor:
-        """A token for each row, of probabilities `[rows, vocabulary_size]`; any for those that have ended."""
-        live = self.going_on
+        """Draws a token per row from probabilities `[rows, vocabulary_size]`; any token for rows that have ended."""
+        live = self.unfinished
         draws_itself = self.draws_itself and probs.shape[:-1] == live.shape
-        all_go_on = draws_itself and len(probs) == self.all_rows and bool(live.all())
-        is_torchs = not draws_itself or (all_go_on and probs.numel() < MIN_ELEMENTS_TO_DRAW)
-        if is_torchs or not probs.sum().isfinite():  # where probs are not finite, an error
+        all_unfinished = draws_itself and len(probs) == self.all_rows and bool(live.all())
+        is_torchs = not draws_itself or (all_unfinished and probs.numel() < MIN_ELEMENTS_TO_DRAW)
+        if is_torchs or not probs.sum().isfinite():  # raises an error if probs are not finite
             return torch.multinomial(probs, num_samples=1).squeeze(1)
-        if all_go_on:
+        if all_unfinished:
             return _draw(probs, self.all_rows, self.row_index)
         tokens = torch.zeros_like(live, dtype=torch.int64)
         tokens[live] = _draw(probs[live], self.all_rows, self.row_index[live])
         return tokens
 
     def compact(self) -> None:
-        """Drops rows that have ended, where that pays.
+        """Drops rows that have ended, if that is worthwhile.
 
-        All inputs that stay keep as many rows as the one of which most go on, for keys that they share. The library
-        draws for rows that have ended, too, and raises an error where the logits of padding are not finite: until one
-        row has shown that they are, all stay.
+        All remaining inputs keep the same number of rows, the most that any of them needs, because they share keys. The
+        library also draws for rows that have ended, and raises an error if the logits of padding are not finite: until
+        one row has shown that they are finite, no row is dropped.
         """
         step = self.step
         if step.call.rows and step.steps == 1:
             step.rows_per_input = step.call.rows // step.call.inputs
         if self.config.do_sample and not self.drew_for_padding:
-            fed = self.input_ids[:, -2:-1]  # none in the first step behind embeddings
+            fed = self.input_ids[:, -2:-1]  # empty in the first step after embeddings
             self.drew_for_padding = self.pad is not None and bool((fed == self.pad).any())
             if not self.drew_for_padding:
                 return
-        going_on = self.going_on.view(-1, step.rows_per_input)  # [inputs, rows_per_input]
-        counts = going_on.sum(dim=1)
-        kept, most = counts.nonzero().flatten(), int(counts.max())
+        unfinished = self.unfinished.view(-1, step.rows_per_input)  # [inputs, rows_per_input]
+        counts = unfinished.sum(dim=1)
+        remaining, most = counts.nonzero().flatten(), int(counts.max())
         left = self.config.max_length - self.input_ids.shape[1]
-        leaving = len(self.input_ids) - len(kept) * most
+        leaving = len(self.input_ids) - len(remaining) * most
         if not leaving or not step.should_compact(leaving, left):
             return
         self.finished.append((self.row_index, self.input_ids))
-        chosen = going_on[kept].long().argsort(dim=1, descending=True, stable=True)[:, :most].sort(dim=1).values
-        rows = (chosen + kept[:, None] * step.rows_per_input).flatten()
-        step.compact(kept, rows)
-        self.input_ids, self.going_on = self.input_ids[rows], self.going_on[rows]
+        chosen = unfinished[remaining].long().argsort(dim=1, descending=True, stable=True)[:, :most].sort(dim=1).values
+        rows = (chosen + remaining[:, None] * step.rows_per_input).flatten()
+        step.compact(remaining, rows)
+        self.input_ids, self.unfinished = self.input_ids[rows], self.unfinished[rows]
         self.row_index = self.row_index[rows]
 
 
 def _draw(probs: Tensor, rows: int, row_index: Tensor) -> Tensor:
-    """What `torch.multinomial` draws, of probabilities `[rows, vocabulary_size]`, for these of the rows, ascending.
+    """Draws what `torch.multinomial` draws from probabilities `[rows, vocabulary_size]`, for some rows, ascending.
 
-    It divides by exponential noise, for each number of which it takes 64 random bits. Those are drawn for all rows; the
-    rest is done for these, on all threads. AMD EPYC (family 25, model 17), 2 threads, 64 rows of 50,257 tokens, ms:
-    torch 61, here 36; of 32 of these rows 17.
+    torch divides by exponential noise, and takes 64 random bits for each number. These are drawn for all rows; the rest
+    is computed for the given rows, on all threads. AMD EPYC (family 25, model 17), 2 threads, 64 rows of 50,257 tokens,
+    ms: torch 61, here 36; for 32 of these rows 17.
     """
     vocabulary, noise, done = probs.shape[1], torch.empty_like(probs), 0
     block = max(1, MOST_BITS // vocabulary)
@@ -226,12 +227,12 @@ def _draw(probs: Tensor, rows: int, row_index: Tensor) -> Tensor:
 
 @functools.cache
 def _draws_as_torch() -> bool:
-    """Whether this version of torch draws one sample of each row as `_draw` does."""
+    """Whether this version of torch draws one sample per row as `_draw` does."""
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), _disable_current_modes():
         probs, rows = torch.rand(6, 3000, device="cpu").softmax(dim=-1), torch.tensor([1, 2, 4], device="cpu")
         state = torch.get_rng_state()
         expected = torch.multinomial(probs, num_samples=1).squeeze(1)
         after = torch.get_rng_state()
         torch.set_rng_state(state)
-        found = _draw(probs[rows], 6, rows)
-        return torch.equal(found, expected[rows]) and torch.equal(torch.get_rng_state(), after)
+        tokens = _draw(probs[rows], 6, rows)
+        return torch.equal(tokens, expected[rows]) and torch.equal(torch.get_rng_state(), after)

@@ -1,9 +1,9 @@
-"""Comparisons of fastgen with the library: `fastgen.verify` of a model, and that before the first use of a model class.
+"""Comparisons of fastgen with the library: `fastgen.verify`, and the comparison before the first use of a model class.
 
-The latter is done where nobody has compared them before: on a version of transformers newer than any tested, and for
-model classes that are not part of transformers. It is done inside the first prefill that would share: the call is
-repeated for a few steps by the original, and by fastgen with everything shared and with nothing shared, however short
-the prompt. A difference switches the patches off, altogether or for that class, with a warning that says what differed.
+The second is made if no test has compared them: on a version of transformers newer than any tested, and for model
+classes that are not part of transformers. It runs inside the first prefill that would share: the original repeats the
+call for a few steps, and so does fastgen, with everything shared and with nothing shared, however short the prompt. A
+difference switches the patches off, altogether or for that class, with a warning that says what differed.
 
 Tests: tests/optimizer/transformers/test_verification.py, tests/optimizer/test_verify.py
 """
@@ -49,34 +49,33 @@ from fastgen.patching import disabled, warn
 
 STEPS = 4
 
-# A model that differs more often than this between calls is not compared any more.
+# A model whose facts change more often than this between calls is not compared any more.
 MOST = 8
 GROUP = "transformers.shared_caches"
 
-# Settings of how tokens are chosen, of lengths and of outputs: the scores of a sequence that is there already are those
-# of a greedy call.
+# Settings that choose tokens, lengths and outputs: a greedy call without them scores an existing sequence.
 _NOT_OF_SCORES = frozenset({
     "num_beams", "num_return_sequences", "do_sample", "early_stopping", "length_penalty", "streamer",
     "max_length", "max_new_tokens", "min_length", "min_new_tokens", "stopping_criteria",
     "return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
 })  # fmt: skip
 
-# How often models were compared, by what they have in common, see `_key`. What differed, for classes left alone.
+# The number of comparisons by `_key`; and what differed, for classes that are left alone.
 _compared: Counter[tuple] = Counter()
 _refused: dict[type, str] = {}
 
-# Held during a comparison, which changes the state of all threads' random numbers. Nobody waits for it: the model's
-# code runs inside, and that may wait for others.
+# Held during a comparison, which changes the random state of all threads. Nobody waits for it: the model's code runs
+# inside, and might wait for other threads.
 _COMPARING = threading.Lock()
 
 
 def refused_reasons(model: HostModel) -> list[Reason]:
-    """What differed when the model's class was compared; empty if nothing did, or if it was not compared yet."""
+    """Returns what differed when the model's class was compared; empty if nothing did, or without a comparison."""
     return [Reason("DIFFERS", _refused[type(model)])] if type(model) in _refused else []
 
 
 def call_to_verify(original: Callable, model: HostModel, args: tuple, kwargs: dict[str, Any]) -> partial:
-    """Returns the unpatched `generate` of this model with all arguments by name."""
+    """Returns the unpatched `generate` of this model, with all arguments by name."""
     arguments = inspect.signature(GenerationMixin.generate).bind_partial(model, *args, **kwargs).arguments
     arguments |= arguments.pop("kwargs", {})
     del arguments["self"]
@@ -84,7 +83,7 @@ def call_to_verify(original: Callable, model: HostModel, args: tuple, kwargs: di
 
 
 def first_use_reasons(model: HostModel, generation_config: Any, prompt_length: int, call: GenerateCall) -> list[Reason]:
-    """Why a call that shares cannot be trusted to fastgen; compares first where that was not done yet."""
+    """Returns why a call that shares cannot be trusted to fastgen; compares it first if that was not done yet."""
     original, steps = call.host.to_verify, (generation_config.max_length or 0) - prompt_length
     if original is None and call.host.share is not None:  # in `_first_steps_difference`
         return []
@@ -93,7 +92,7 @@ def first_use_reasons(model: HostModel, generation_config: Any, prompt_length: i
     elif is_verified(key := _key(original, generation_config, call)):
         return []
     elif _compared[key[1:]] >= MOST:
-        unfit = ["what its modules hold changes from call to call"]
+        unfit = ["its modules keep state that changes between calls"]
     else:
         stateful = [name for name, value in original.keywords.items() if _has_state(value)]
         unfit = [f"a call with {name} cannot be repeated" for name in stateful]
@@ -113,9 +112,9 @@ def first_use_reasons(model: HostModel, generation_config: Any, prompt_length: i
 
 
 def _first_steps_difference(original: partial) -> Difference | None:
-    """Returns what differs in the first steps of this call; raises NotComparable if they show nothing.
+    """Returns what differs in the first steps of this call. Raises NotComparable if they show nothing.
 
-    Prompts of any length are shared, so that those to come go through code that was compared, and then none.
+    First prompts of any length are shared, then none, so that later calls run only code that was compared.
     """
     model, restore = original.args[0], undo_of_random_numbers()
 
@@ -128,7 +127,7 @@ def _first_steps_difference(original: partial) -> Difference | None:
         try:
             with disabled():
                 expected = first_steps()
-        except Exception as error:  # which the call that follows will raise as well, if it is the program's
+        except Exception as error:  # if user code raises it, the call itself will, too
             raise NotComparable from error
         if len(expected.logits) < STEPS:
             raise NotComparable
@@ -157,9 +156,9 @@ def _refuse(model: HostModel, different: Difference) -> None:
 
 
 def first_difference(output: Any, expected: Any, model: HostModel) -> Difference | None:
-    """Returns the difference between the outputs of two calls of `generate` with their logits; None if there is none.
+    """Returns the difference between the outputs of two calls of `generate` with logits, or None.
 
-    In half precision rounding may change tokens, and all that follows them.
+    In half precision rounding may change a token, and all later ones.
     """
     is_half = model.dtype not in (torch.float32, torch.float64)
     for step, (ours, theirs) in enumerate(zip(output.logits, expected.logits)):
@@ -187,21 +186,21 @@ class _StopAfter(StoppingCriteria):
 
 
 def _key(original: partial, generation_config: Any, call: GenerateCall) -> tuple:
-    """What decides which code a model runs, and whether a comparison shows it; the model's likeness first.
+    """Returns what determines which code a model runs, and whether a comparison would show errors of it.
 
-    That holds its classes and their code, training flags, attributes and configuration. Also the names of what its
-    forward is given; whether rows are moved or sampled, and whether there is more than one input: what is made for one
-    fits all rows.
+    It begins with the model's likeness: its classes and their code, training flags, attributes and configuration. Then
+    come the names of the forward's arguments, whether rows are moved or sampled, and whether there are several inputs:
+    an error in expanding rows is invisible with one.
     """
     model, config = original.args[0], generation_config
     several = ((config.num_beams or 1) > 1, (config.num_return_sequences or 1) > 1, call.inputs > 1)
-    known = inspect.signature(GenerationMixin.generate).parameters.keys() | vars(config).keys()
+    generation_names = inspect.signature(GenerationMixin.generate).parameters.keys() | vars(config).keys()
     likeness = call.facts_of(model, checks.KNOWN).likeness()
-    return likeness, type(model), frozenset(original.keywords.keys() - known), *several
+    return likeness, type(model), frozenset(original.keywords.keys() - generation_names), *several
 
 
 def _has_state(value: Any) -> bool:
-    """Whether a second call might find it changed by the first."""
+    """Whether a first call might change the value for a second one."""
     if isinstance(value, (list, tuple)):
         return any(_has_state(item) for item in value)
     return value is not None and not isinstance(value, (bool, int, float, str, Tensor, GenerationConfig))
@@ -216,7 +215,7 @@ def _subject(model: HostModel) -> str:
 
 @dataclass
 class TransformersCall:
-    """`model.generate(inputs, **kwargs)`, or `model.generate(**inputs, **kwargs)` where inputs are a mapping."""
+    """A call `model.generate(inputs, **kwargs)`, or `model.generate(**inputs, **kwargs)` if inputs are a mapping."""
 
     model: HostModel
     inputs: Any
@@ -232,30 +231,30 @@ class TransformersCall:
         return next(iter(_tensors(output))).shape[0]
 
     def difference(self, ours: Any, theirs: Any) -> Difference | None:
-        """Returns where outputs differ: in tokens first, with the scores of both sequences; then in other tensors."""
+        """Returns the first difference: in tokens, with the scores of both sequences; otherwise in other tensors."""
         tokens = _sequences(ours), _sequences(theirs)
         if tokens[0] is not None and tokens[1] is not None:
             start = self._generated_from()
             different = first_token_difference(*tokens, start)
             if different is not None:
                 return self._with_scores(different, tokens, start)
-        for index, (one, other) in enumerate(zip(_tensors(ours), _tensors(theirs))):
-            if one.shape != other.shape:
-                return Difference(f"output {index} has shape {tuple(one.shape)} instead of {tuple(other.shape)}")
-            atol = tolerance("logits", one.dtype) * max(other.nan_to_num(0, 0, 0).abs().max().item(), 1)
-            if one.is_floating_point() and not torch.allclose(one, other, rtol=0, atol=atol, equal_nan=True):
-                return Difference(f"output {index} differs by {(one - other).abs().max().item():.2g}")
+        for index, (tensor, expected) in enumerate(zip(_tensors(ours), _tensors(theirs))):
+            if tensor.shape != expected.shape:
+                return Difference(f"output {index} has shape {tuple(tensor.shape)} instead of {tuple(expected.shape)}")
+            atol = tolerance("logits", tensor.dtype) * max(expected.nan_to_num(0, 0, 0).abs().max().item(), 1)
+            if tensor.is_floating_point() and not torch.allclose(tensor, expected, rtol=0, atol=atol, equal_nan=True):
+                return Difference(f"output {index} differs by {(tensor - expected).abs().max().item():.2g}")
         return None
 
     def _generated_from(self) -> int:
-        """The column of the sequences with the first generated token."""
+        """Returns the column of the first generated token."""
         inputs = self.inputs.get("input_ids") if isinstance(self.inputs, Mapping) else self.inputs
         if is_decoder := self.model.config.is_encoder_decoder:
             inputs = self.kwargs.get("decoder_input_ids")
         return int(is_decoder) if inputs is None else inputs.shape[1]
 
     def _with_scores(self, different: Difference, tokens: tuple[Tensor, Tensor], start: int) -> Difference:
-        """The sums of the log-probabilities of both rows: of beams whole, of others up to where they differ."""
+        """Adds the sums of both rows' log-probabilities: of whole rows for beams, else up to the difference."""
         if different.row is None or different.step is None:
             return different
         beams = self.kwargs.get("num_beams", self.model.generation_config.num_beams) or 1
@@ -263,15 +262,15 @@ class TransformersCall:
         rows = [sequences[different.row, :length] for sequences in tokens]
         try:
             ours, theirs = (self._log_prob_sum(different.row, len(tokens[0]), row[row != ABSENT]) for row in rows)
-        except (TypeError, ValueError) as error:  # a generate of the model's own that takes no processors
-            text = f"{different.text} (scores are not known: {type(error).__name__}: {error})"
+        except (TypeError, ValueError) as error:  # the model's own generate takes no processors
+            text = f"{different.text} (scores are unknown: {type(error).__name__}: {error})"
             return replace(different, text=text)
         return replace(different, ours=ours, theirs=theirs)
 
     def _log_prob_sum(self, row: int, rows: int, sequence: Tensor) -> float:
-        """Returns the sum over a sequence `[length]`, the prompt included, for the input of this one of so many rows.
+        """Returns the sum over a sequence `[length]` with its prompt, for the input that this row belongs to.
 
-        A greedy call is made to generate it for each input.
+        A greedy call is forced to generate the sequence for each input.
         """
         kwargs = {name: value for name, value in self.kwargs.items() if name not in _NOT_OF_SCORES}
         kwargs |= {"num_beams": 1, "num_return_sequences": 1, "do_sample": False, "max_new_tokens": len(sequence)}
@@ -279,7 +278,7 @@ class TransformersCall:
         kwargs["prefix_allowed_tokens_fn"] = lambda _, input_ids: [int(sequence[len(input_ids)])]
         kwargs["stopping_criteria"] = StoppingCriteriaList([MaxLengthCriteria(len(sequence))])
         level = logging.get_verbosity()
-        logging.set_verbosity_error()  # of settings that are meant for beams or samples
+        logging.set_verbosity_error()  # silences warnings about settings for beams or samples
         try:
             logits = torch.stack(replace(self, kwargs=kwargs).run().logits, dim=1)  # [inputs, steps, vocabulary_size]
         finally:
@@ -289,14 +288,14 @@ class TransformersCall:
 
 
 def _sequences(output: Any) -> Tensor | None:
-    """The tokens `[rows, length]` of an output; None if it has none, as that of a model which speaks."""
+    """Returns the tokens `[rows, length]` of an output; None if it has none, like a speech model's."""
     sequences = output.get("sequences") if isinstance(output, Mapping) else output
     is_tokens = isinstance(sequences, Tensor) and sequences.dim() == 2 and not sequences.is_floating_point()
     return sequences if is_tokens else None
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    """All tensors of an output, in order; those of caches are left out."""
+    """Returns all tensors of an output, in order, except those of caches."""
     if isinstance(output, Tensor):
         return [output]
     if isinstance(output, Mapping):

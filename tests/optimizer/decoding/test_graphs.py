@@ -145,7 +145,7 @@ def test_steps_are_captured_on_the_default_stream_of_a_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
         with capturing("on" if case == "another" else case), generate_call("test") as call:
             model = nn.Module()
-            checks = SimpleNamespace(call=call, model=model, decoder=model, known=KNOWN, capture=[], rows=[])
+            checks = SimpleNamespace(call=call, model=model, decoder=model, known_code=KNOWN, capture=[], rows=[])
             assert graphs.can_capture(checks, 1, 40) is (not codes)
         assert call.report.codes() == codes
 

@@ -257,7 +257,7 @@ def test_another_thread_may_keep_another_prefix_meanwhile(llama):
 
     def found_sync(original: Callable, reuse: Any, *args: Any) -> Any:
         found = original(reuse, *args)
-        reuse.kept = reuse._state = None
+        reuse.stored = reuse._state = None
         return found
 
     with fastgen.reusing_prefix(llama):

@@ -1,7 +1,7 @@
 """Images and videos in prompts, as transformers has encoded them before the prefill.
 
 In the order of rows, each feature fills a placeholder token (`_slice_mm_encoder_output` in the library, which prefills
-in chunks). So features of some rows, or of some columns, are found by their numbers.
+in chunks). So the features of some rows, or of some columns, are selected by index.
 
 Tests: tests/optimizer/transformers/test_multimodal.py
 """
@@ -19,8 +19,7 @@ from fastgen.optimizer.transformers.row_groups import IMAGES, RowGroups
 
 
 def _rows_sync(arguments: dict[str, Any], config: Any) -> dict[str, tuple[int, list[Tensor]]] | None:
-    """Returns the placeholder token of each modality, and the numbers of the features of each row, int64; None if they
-    are not known."""
+    """Returns each modality's placeholder token and the feature indices of each row, int64; None if unknown."""
     rows = {}
     for modality, output in arguments[IMAGES].items():
         items, token = getattr(output, "pooler_output", None), getattr(config, f"{modality}_token_id", None)
@@ -35,12 +34,12 @@ def _rows_sync(arguments: dict[str, Any], config: Any) -> dict[str, tuple[int, l
 
 
 def _flat(items: Any) -> Tensor:
-    """Features `[placeholders, width]` of a tensor or a list of images."""
+    """Returns the features `[placeholders, width]` of a tensor or a list of images."""
     return torch.cat([item.reshape(-1, item.shape[-1]) for item in items])
 
 
 def _chosen(output: ModelOutput, features: Tensor) -> ModelOutput:
-    """One item with the features of these numbers."""
+    """Returns an output with one item, the features at these indices."""
 
     def choose(items: Any) -> Any:
         return _flat(items)[features][None] if isinstance(items, Tensor) else [_flat(items)[features]]
@@ -52,47 +51,48 @@ def _chosen(output: ModelOutput, features: Tensor) -> ModelOutput:
 
 
 def of_first_rows_sync(arguments: dict[str, Any], config: Any, groups: RowGroups) -> dict[str, ModelOutput]:
-    """Returns the items of the first row of each group; raises LeaveAlone if the other rows cannot do with them."""
-    rows, firsts, name = _rows_sync(arguments, config), groups.firsts[groups.of_rows].tolist(), f"argument {IMAGES}"
+    """Returns the images of the first row of each group. Raises LeaveAlone if other rows of a group have others."""
+    rows, name = _rows_sync(arguments, config), f"argument {IMAGES}"
+    firsts = groups.firsts[groups.group_of_row].tolist()
     if rows is None:
         raise LeaveAlone([Reason("IMAGES", f"{name}: they are not known to be those of the prompt's rows")])
     outputs = {}
-    for modality, (_, of_rows) in rows.items():
+    for modality, (_, indices) in rows.items():
         output = arguments[IMAGES][modality]
         deep = getattr(output, "deepstack_features", None)
         if deep is not None and not isinstance(deep[0][0], Tensor):
             text = f"{name}: the features of its {modality}s are in the model's own order"
             raise LeaveAlone([Reason("IMAGES", text)])
         features = _flat(output.pooler_output)
-        if not all(torch.equal(features[of_rows[first]], features[row]) for first, row in zip(firsts, of_rows)):
+        if not all(torch.equal(features[indices[first]], features[row]) for first, row in zip(firsts, indices)):
             text = f"{name}: equal rows of the prompt have different {modality}s"
             raise LeaveAlone([Reason("IMAGES_DIFFER", text)])
-        outputs[modality] = _chosen(output, torch.cat([of_rows[first] for first in groups.firsts.tolist()]))
+        outputs[modality] = _chosen(output, torch.cat([indices[first] for first in groups.firsts.tolist()]))
     return outputs
 
 
 def can_split_sync(arguments: dict[str, Any], config: Any) -> bool:
-    """Whether a prefix may be computed apart: not where tokens of images see each other or go into later layers."""
+    """Whether a prefix may be computed separately: not if image tokens see each other or enter later layers."""
     outputs = arguments[IMAGES].values()
     is_deep = any(getattr(output, "deepstack_features", None) is not None for output in outputs)
     return not is_deep and arguments.get("token_type_ids") is None and _rows_sync(arguments, config) is not None
 
 
 def length_without_others_sync(arguments: dict[str, Any], config: Any, tokens: Tensor) -> int:
-    """How many of the tokens `[length]` that all rows begin with have the same features in all rows, too."""
+    """Returns how many of the common first tokens `[length]` also have the same features in all rows."""
     length = len(tokens)
     for modality, (token, rows) in (_rows_sync(arguments, config) or {}).items():
         places = (tokens[:length] == token).nonzero()[:, 0]
         features = _flat(arguments[IMAGES][modality].pooler_output)
-        of_rows = torch.stack([features[row[: len(places)]] for row in rows])  # [rows, placeholders, width]
-        differ = (of_rows != of_rows[0]).any(dim=-1).any(dim=0)
+        row_features = torch.stack([features[row[: len(places)]] for row in rows])  # [rows, placeholders, width]
+        differ = (row_features != row_features[0]).any(dim=-1).any(dim=0)
         if differ.any():
             length = int(places[differ.long().argmax()])
     return length
 
 
 def split_sync(arguments: dict[str, Any], config: Any, tokens: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The items that belong to the tokens `[length]` of a common prefix, and those behind it in all rows."""
+    """Returns the images of a common prefix with tokens `[length]`, and those after it in all rows."""
     first, behind = {}, {}
     for modality, (token, rows) in (_rows_sync(arguments, config) or {}).items():
         output, count = arguments[IMAGES][modality], int((tokens == token).sum())

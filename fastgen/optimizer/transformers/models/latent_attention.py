@@ -1,7 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, -V3 and those after them): shared latents are expanded once per input.
+"""Multi-head latent attention (DeepSeek-V2, -V3 and their successors): shared latents are expanded once per input.
 
-The cache keeps latents, which every step expands into the keys and values of all heads. The attention's `expand_kv`
-does that for each position by itself, so each segment can be expanded apart from the others.
+The cache stores latents, which every step expands into the keys and values of all heads. The attention's `expand_kv`
+treats each position independently, so each segment can be expanded separately.
 
 Tests: tests/optimizer/transformers/test_latent_attention.py
 """
@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from fastgen.optimizer.decoding.segmented_kv import SegmentedKV
 from fastgen.provenance import packages_of
 
-# The method; models whose classes have none have nothing to expand.
+# The method that expands latents; models whose classes lack it have nothing to expand.
 NAME = "expand_kv"
 
 
 @contextmanager
 def expanding_in_parts(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside this context the model's latents in segments become keys and values in segments.
+    """A context in which the model's latents in segments become keys and values in segments.
 
-    A second thread that generates on the model may find it without this once the first has left: then its latents are
+    If a second thread generates on the model, this ends for it when the first thread leaves: then its latents are
     expanded for each row, as the library does.
     """
-    found = [module for module in modules if packages_of(getattr(type(module), NAME, None)) == {"transformers"}]
-    chosen = [module for module in found if NAME not in vars(module)]
+    owners = [module for module in modules if packages_of(getattr(type(module), NAME, None)) == {"transformers"}]
+    chosen = [module for module in owners if NAME not in vars(module)]
     for module in chosen:
         setattr(module, NAME, Expansion(module))
     try:
@@ -40,13 +40,13 @@ def expanding_in_parts(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class Expansion:
-    """The `expand_kv` of one module, in segments where its latents are in segments."""
+    """The `expand_kv` of one module, which returns segments if its latents are in segments."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def __call__(self, *latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[rows, heads, length, …]` of the module's two latents `[rows, 1, length, …]`."""
+        """Returns keys and values `[rows, heads, length, …]` for the module's two latents `[rows, 1, length, …]`."""
         expand = partial(getattr(type(self.module), NAME), self.module)
         if not all(isinstance(states, SegmentedKV) and states.is_segmented for states in latents):
             return expand(*latents)

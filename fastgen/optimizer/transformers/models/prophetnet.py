@@ -1,13 +1,13 @@
-"""ProphetNet's decode steps: mended, with the first predict stream only, and with keys that stay in segments.
+"""ProphetNet's decode steps: corrected, with the first predict stream only, and with keys that stay in segments.
 
-A step computes the main stream, whose keys the next steps need, and the first predict stream, which the next token
-comes from (Qi et al., 2020, §2.1 and §2.2). The other predict streams look at the main stream and at themselves only,
-so what they give beyond a training loss, `logits_ngram`, is not computed.
+A step computes the main stream, whose keys the next steps need, and the first predict stream, which predicts the next
+token (Qi et al., 2020, §2.1 and §2.2). The other predict streams attend only to the main stream and to themselves, and
+serve the training loss; so their output, `logits_ngram`, is not computed.
 
-The numbers are those of the library's own step with its cache, but for two things that the library gets wrong there:
-it raises ValueError where `pad_token_id` is not 0, because it takes positions, which begin behind it, for numbers of
-keys; and it forgets the attention mask of the decoder's tokens, so that the padding of a prompt is seen. Prompts stay
-the library's, and so does everything outside of `generate`, all training, and calls that ask for more than logits.
+Results are those of the library's own step with its cache, except for two errors of the library: it raises ValueError
+if `pad_token_id` is not 0, because it confuses positions, which begin after it, with numbers of keys; and it ignores
+the attention mask of the decoder's tokens, so that the padding of a prompt is visible. Prompts, everything outside
+`generate`, all training, and calls that ask for more than logits are left to the library.
 
 Tests: tests/optimizer/transformers/test_prophetnet.py
 """
@@ -35,12 +35,12 @@ from fastgen.optimizer.transformers.checks import current_call
 
 KERNEL = "ProphetNet's step, first predict stream"
 
-# The names of modules that are not called in a step: none of them may have a known library's hooks, or be compiled.
+# Modules that a step does not call: none of them may have hooks, even of known libraries, or be compiled.
 _SKIPPED = re.compile(r"prophetnet(\.decoder(\.layers\.\d+(\.(self|cross)_attn)?)?)?")
 
 
 def conditional_generation(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`ProphetNetForConditionalGeneration.forward`; in a step `logits` is `[rows, 1, vocabulary_size]`."""
+    """Replaces `ProphetNetForConditionalGeneration.forward`; in a step `logits` is `[rows, 1, vocabulary_size]`."""
     encoded = kwargs.get("encoder_outputs")
     if encoded is None or not _is_step(self, args, kwargs, "decoder_"):
         return original(self, *args, **kwargs)
@@ -49,7 +49,7 @@ def conditional_generation(original: Callable, self: Any, *args: Any, **kwargs: 
 
 
 def causal_lm(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`ProphetNetForCausalLM.forward`; in a step `logits` is `[rows, 1, vocabulary_size]`."""
+    """Replaces `ProphetNetForCausalLM.forward`; in a step `logits` is `[rows, 1, vocabulary_size]`."""
     if not _is_step(self, args, kwargs, ""):
         return original(self, *args, **kwargs)
     encoded, mask = kwargs.get("encoder_hidden_states"), kwargs.get("encoder_attention_mask")
@@ -58,9 +58,9 @@ def causal_lm(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_step(model: Any, args: tuple, kwargs: dict[str, Any], prefix: str) -> bool:
-    """Whether this forward is a decode step of which nothing but logits and cache is read.
+    """Whether this forward is a decode step of which only logits and cache are read.
 
-    prefix: of the names of the decoder's arguments.
+    prefix: the prefix of the decoder's argument names.
     """
     call, config = current_call(), model.config
     input_ids, mask = kwargs.get(f"{prefix}input_ids"), kwargs.get(f"{prefix}attention_mask")
@@ -77,27 +77,27 @@ def _is_step(model: Any, args: tuple, kwargs: dict[str, Any], prefix: str) -> bo
     if mask is not None and tuple(mask.shape) != (input_ids.shape[0], kwargs[CACHE].get_seq_length() + 1):
         return False
     if call.host.has_callbacks:
-        call.has_changed(model)  # then it is looked at anew
+        call.has_changed(model)  # then its facts are read again
     facts = call.facts_of(model, checks.KNOWN)
-    if facts.hooks or facts.user_code:  # which see two streams here, and embeddings one call instead of two
+    if facts.hooks or facts.user_code:  # they would see two streams, and embeddings one call instead of two
         return False
     return not any(name is None or _SKIPPED.fullmatch(name) for name in facts.altered)
 
 
 def _is_filled(cache: Any, model: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether this is a cache of growing layers that holds a prompt and, if there is an encoder, its keys."""
+    """Whether this is a cache of growing layers that holds a prompt and the encoder's keys, if there is an encoder."""
     if not isinstance(cache, Cache) or kv_layers.unsupported_types(cache) or not cache.get_seq_length():
         return False
     if kwargs.get("encoder_outputs") is None and kwargs.get("encoder_hidden_states") is None:
         return True
-    layers = range(model.config.num_decoder_layers)  # the library makes as many in the cache as the encoder has
+    layers = range(model.config.num_decoder_layers)  # the library's cache has as many layers as the encoder
     return isinstance(cache, EncoderDecoderCache) and all(map(cache.is_updated.get, layers))
 
 
 def _hidden_states(
     model: Any, kwargs: dict[str, Any], prefix: str, encoded: Tensor | None, encoder_mask: Tensor | None
 ) -> Tensor:
-    """The last hidden states of the first predict stream in this step, `[rows, 1, hidden_size]`.
+    """Returns the last hidden states of the first predict stream in this step, `[rows, 1, hidden_size]`.
 
     encoded, encoder_mask: `[rows, encoder_length, hidden_size]`, and ones and zeros `[rows, encoder_length]`.
     """
@@ -118,19 +118,19 @@ def _hidden_states(
 
 
 def _embedded(decoder: Any, input_ids: Tensor, length: int) -> Tensor:
-    """Main and predict stream before their normalization, `[rows, 2, hidden_size]`."""
+    """Returns main and predict stream before their normalization, `[rows, 2, hidden_size]`."""
     positions = decoder.position_embeddings
     first = positions.padding_idx + length
     main, predict = positions._forward(torch.arange(first, first + 2, device=input_ids.device))  # [width] each
     main = decoder.word_embeddings(input_ids) + main
-    predict = (decoder.ngram_embeddings.weight[-1] + predict).expand_as(main)  # the library's order begins at the end
+    predict = (decoder.ngram_embeddings.weight[-1] + predict).expand_as(main)  # the library reverses them
     return torch.cat([main, predict], dim=1)
 
 
 def _streams(decoder: Any, length: int, mask: Tensor | None) -> Streams:
-    """Returns the streams for `length` keys of the main stream, that of this step included.
+    """Returns the streams for `length` keys of the main stream, including this step's.
 
-    mask: ones and zeros `[rows, length]`, zero where a key is padding; then the bias is `[rows, 1, 2, length + 1]`.
+    mask: ones and zeros `[rows, length]`, zero for padding; the bias is `[rows, 1, 2, length + 1]` if it is given.
     """
     like = decoder.word_embeddings.weight
     position = torch.full((1, 1), length - 1, device=like.device)
@@ -141,7 +141,7 @@ def _streams(decoder: Any, length: int, mask: Tensor | None) -> Streams:
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros for ones, and the smallest number for zeros: `[rows, length]` to `[rows, 1, 1, length]`."""
+    """Turns a mask `[rows, length]` into a bias `[rows, 1, 1, length]`: 0 for ones, the lowest number for zeros."""
     return (1.0 - mask[:, None, None, :].to(dtype)) * torch.finfo(dtype).min
 
 
@@ -162,7 +162,7 @@ def _self_attention(attention: Any, hidden_states: Tensor, streams: Streams, cac
 def _cross_attention(attention: Any, hidden_states: Tensor, bias: Tensor | None, cache: Any) -> Tensor:
     """Computes a `ProphetNetAttention`, with the keys of the cache, which may be stored once per input.
 
-    bias: `[rows, 1, 1, encoder_length]`, added to scores; None where nothing is hidden.
+    bias: `[rows, 1, 1, encoder_length]`, added to scores; None if nothing is hidden.
     """
     layer = cache.cross_attention_cache.layers[attention.layer_idx]
     query = _heads(attention.query_proj(hidden_states) / attention.head_dim**0.5, attention.num_attn_heads)
@@ -173,10 +173,10 @@ def _cross_attention(attention: Any, hidden_states: Tensor, bias: Tensor | None,
 
 
 def _heads(states: Tensor, heads: int) -> Tensor:
-    """`[rows, length, heads * head_dim]` to `[rows, heads, length, head_dim]`."""
+    """Splits heads: `[rows, length, heads * head_dim]` to `[rows, heads, length, head_dim]`."""
     return states.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
 def _joined(states: Tensor) -> Tensor:
-    """The opposite."""
+    """Joins heads: `[rows, heads, length, head_dim]` to `[rows, length, heads * head_dim]`."""
     return states.transpose(1, 2).flatten(2)

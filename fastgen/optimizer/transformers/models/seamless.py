@@ -1,12 +1,12 @@
 """Seamless M4T: its stages for `fastgen.explain()`, its speech encoder and vocoder, and the positions of its decoders.
 
-Encoder and text decoder are those of the call of `generate` inside; then come text-to-unit and vocoder. The library
-asks that call for the scores and hidden states of every step and uses only its sequences and the encoder's states
+An inner call of `generate` runs the encoder and the text decoder; then come text-to-unit and vocoder. The library asks
+the inner call for the scores and hidden states of every step, but uses only its sequences and the encoder's states
 (call.py). For speech it then calls the encoder again, with the same input: its first output is reused.
 
-The decoders are M2M100's, with sinusoidal positions. At every step the library asks whether its table of them is long
-enough, which waits for the device. In captured steps the number of positions is on the device and nothing reads it
-there: that is asked before a capture begins (checks.py).
+The decoders are M2M100's, with sinusoidal positions. At every step the library checks whether its table of positions is
+long enough, which waits for the device. In captured steps the number of positions is on the device and is not read; the
+check is made before a capture begins (checks.py).
 
 Tests: tests/optimizer/transformers/test_seamless.py, tests/optimizer/transformers/test_captured_steps.py,
 tests/optimizer/vocoder/test_vocoders.py
@@ -31,7 +31,7 @@ from fastgen.optimizer.transformers.call import ENCODER_STATES, only_outputs
 from fastgen.optimizer.transformers.checks import current_call, generate_call
 from fastgen.optimizer.vocoder import faster_waveform
 
-# The arguments with which the library calls the speech encoder the second time; it uses the first output only.
+# The arguments of the library's second call of the speech encoder, of which it uses the first output only.
 _ARGUMENTS = ("input_features", "attention_mask")
 ENCODED_ONCE = "speech encoder, once"
 
@@ -44,9 +44,9 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def speech_encoder(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns the states that this encoder has made of the same tensors in the same call of `generate`, if it has.
+    """Returns the states that this encoder has computed from the same tensors in this call of `generate`, if any.
 
-    The call's `encoded` has the module, its states and what they were made of, and the versions of these tensors.
+    The call's `encoded` holds the module, its states, its input tensors, and their versions.
     """
     call = current_call()
     while call is not None and not call.has_stages:
@@ -66,12 +66,12 @@ def speech_encoder(original: Callable, self: Any, *args: Any, **kwargs: Any) -> 
 
 
 def _versions(tensors: list[Tensor | None]) -> list[int]:
-    """Returns the versions of these tensors, which change when somebody writes to one."""
+    """Returns the versions of these tensors, which change with each write."""
     return [tensor._version for tensor in tensors if tensor is not None]
 
 
 def _is_repeatable(encoder: nn.Module) -> bool:
-    """Whether nobody can tell that the encoder was called once: it draws no random numbers, and is the library's."""
+    """Whether calling the encoder once has no visible effect: it draws no random numbers, and is the library's."""
     call = current_call()
     if call is None or torch.is_inference_mode_enabled() or is_transformed() or not checks.is_known_class(encoder):
         return False
@@ -79,7 +79,7 @@ def _is_repeatable(encoder: nn.Module) -> bool:
 
 
 def text_to_unit(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs text-to-unit, and ends its stage: this forward in version 2, the `generate` around it in version 1."""
+    """Runs text-to-unit, and ends its stage: this forward in version 2, the enclosing `generate` in version 1."""
     units = original(self, *args, **kwargs)
     end_stage("text-to-unit")
     return units
@@ -92,12 +92,12 @@ def vocoder(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def vocode_units(original: Callable, self: Any, inputs_embeds: Tensor) -> Tensor:
-    """The vocoder's HiFi-GAN: states `[batch, channels, frames]` become a waveform `[batch, samples]`."""
+    """Runs the vocoder's HiFi-GAN: states `[batch, channels, frames]` to a waveform `[batch, samples]`."""
     return faster_waveform(partial(original, self, inputs_embeds), self, inputs_embeds)
 
 
 def positions(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """`[batch_size, length, width]`; a number of earlier positions that is a tensor is one of a captured step."""
+    """Returns positions `[batch_size, length, width]`; in a captured step the number of earlier ones is a tensor."""
     input_ids = args[0] if args else kwargs.get("input_ids")
     named = [kwargs[name] for name in compat.EARLIER_POSITIONS if name in kwargs]
     earlier = args[2] if len(args) > 2 else (named or [0])[0]

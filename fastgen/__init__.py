@@ -2,10 +2,10 @@
 
     import fastgen
 
-is all it takes, before or after the library is imported: it patches the library's `generate`, and whatever it does
-not know it leaves to the original. `python -m fastgen` shows what is patched and what is not, and why.
+is enough, before or after the library is imported: it patches the library's `generate`, and leaves to the original what
+it does not support. `python -m fastgen` shows what is patched and what is not, and why.
 
-A library that uses fastgen for its own calls only: `FASTGEN_AUTO=0`, and `with fastgen.enabled():` around them.
+To use fastgen for some calls only, set `FASTGEN_AUTO=0` and put `with fastgen.enabled():` around them.
 
 Tests: tests/test_package.py
 """
@@ -22,7 +22,7 @@ from fastgen.patching import PatchState, PatchStates, disabled, switched
 from fastgen.patching.import_hooks import explain_failure
 from fastgen.patching.target import upgrade_reason
 
-TYPE_CHECKING = False  # type checkers take it for true; importing typing takes a quarter of `import fastgen`
+TYPE_CHECKING = False  # type checkers assume True; importing typing would take a quarter of `import fastgen`
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Any
@@ -51,7 +51,7 @@ __version__ = "0.1.0"
 
 
 def enable() -> None:
-    """Patches the libraries that are imported, and the others as soon as they are; importing fastgen does this.
+    """Patches the libraries that are imported, and the others when they are imported; importing fastgen does this.
 
     Patches that have failed, see `status()`, are tried again. Does nothing under FASTGEN_DISABLE=1.
     """
@@ -60,13 +60,13 @@ def enable() -> None:
 
 @contextmanager
 def enabled() -> Iterator[None]:
-    """fastgen in this thread or task, whatever holds outside: after `disable()`, inside `disabled()`, FASTGEN_AUTO=0.
+    """Enables fastgen in this thread or task, even after `disable()`, inside `disabled()` and with FASTGEN_AUTO=0.
 
-    Patches what is not patched yet; the patches stay when the block ends, and calls elsewhere go through them to the
-    originals, unless fastgen is enabled there, too. Of nested `enabled()` and `disabled()` the innermost counts. A
-    thread started inside does not inherit it, an asyncio task does. Also a decorator.
+    Applies patches that are not applied yet; they stay when the block ends, but calls elsewhere reach the originals
+    unless fastgen is enabled there, too. The innermost of nested `enabled()` and `disabled()` counts. A thread started
+    inside does not inherit it, an asyncio task does. Also a decorator.
 
-    Does nothing under FASTGEN_DISABLE=1; a `disable()` meanwhile ends it.
+    Does nothing under FASTGEN_DISABLE=1; a `disable()` inside the block ends it.
     """
     _arm(everywhere=False, again=False)
     with switched(True):
@@ -82,24 +82,24 @@ def _arm(everywhere: bool, again: bool) -> None:
 
 
 def disable() -> None:
-    """Puts the originals back, in all threads; they stay until `enable()` or the next `enabled()`."""
+    """Restores the originals in all threads, until `enable()` or the next `enabled()`."""
     PATCH_SET.revert("fastgen.disable()")
 
 
 def status() -> PatchStates:
-    """Returns of each patch its name, group, state (pending, applied, skipped, failed or reverted), reason and host.
+    """Returns name, group, state (pending, applied, skipped, failed or reverted), reason and host of each patch.
 
-    Printed, it has one line for each group, since patches of a group are applied all or none.
+    Printed, it has one line per group, because patches of a group are applied all or none.
     """
     return PATCH_SET.states()
 
 
 def explain() -> Report:
-    """What the last `generate` of this thread that went through fastgen shared, which kernels ran, what was not done.
+    """Returns the report of this thread's last `generate`: what was shared, which kernels ran, and what was not done.
 
     Print it to read it; `as_dict()` is for JSON. Before the first call the report has the code NO_CALL, and NO_PATCH
-    with the reason if patches are not active; a call inside `disabled()` is not seen. It names the groups of patches
-    that are switched off because they have failed, and why.
+    with the reason if patches are not active; calls inside `disabled()` are not reported. It names the groups of
+    patches that are switched off because they have failed, and why.
     """
     from fastgen.optimizer.decoding.call import last_report
     from fastgen.optimizer.decoding.report import without_call
@@ -112,14 +112,15 @@ def explain() -> Report:
 
 
 def verify(model: Any, inputs: Any, **generate_kwargs: Any) -> Verification:
-    """Generates without fastgen and with it, from the same random numbers, and says what differs first.
+    """Generates without fastgen and with it, from the same random numbers, and returns the first difference.
 
         print(fastgen.verify(model, tokenizer(texts, padding=True, return_tensors="pt"), num_beams=4))
 
-    model: of transformers, with inputs as a mapping of arguments or as input_ids; or a generator of fairseq, with a
-    sample. generate_kwargs: those of its `generate`. What is returned has `equal`; the first `difference` with its step
-    and row, the scores of both sequences and their gap; seconds and bytes of both calls; `as_dict()` and a text. Calls
-    `generate` four times: the first two are compared, the others are timed. The random numbers are put back afterwards.
+    model: a model of transformers, with inputs as a mapping of arguments or as input_ids; or a generator of fairseq,
+    with a sample. generate_kwargs: the arguments of its `generate`. The result has `equal`; the first `difference` with
+    its step and row, the scores of both sequences and their gap; seconds and bytes of both calls; `as_dict()` and a
+    text. `generate` is called four times: the first two calls are compared, the others timed. The random state is
+    restored afterwards.
     """
     from fastgen.optimizer.decoding import verify
 
@@ -140,13 +141,13 @@ def verify(model: Any, inputs: Any, **generate_kwargs: Any) -> Verification:
 def log_likelihoods(
     model: Any, contexts: Sequence[Any], continuations: Sequence[Any], tokenizer: Any = None, **options: Any
 ) -> list[tuple[float, bool]]:
-    """Returns for each context and continuation the sum of log-probabilities, and whether it is the greedy one.
+    """Returns for each continuation of a context the sum of log-probabilities, and whether it is the greedy one.
 
         fastgen.log_likelihoods(model, [question] * 4, [" yes", " no", " perhaps", " never"], tokenizer)
 
-    model: a decoder-only model of transformers. contexts, continuations: as many of both, lists of token ids; or
-    strings, with their tokenizer. options: `tokens_per_batch`, how many tokens go through the model at once (default
-    8192). What all contexts begin with, and a context of several continuations, is computed once: see `explain()`.
+    model: a decoder-only model of transformers. contexts, continuations: lists of the same length, of lists of token
+    ids; or of strings, with the tokenizer. options: `tokens_per_batch`, the number of tokens in a forward (default
+    8192). The common prefix of contexts, and a context with several continuations, is computed once: see `explain()`.
     Results are those of a forward of each context with its continuation, to 1e-4 in fp32.
     """
     _check_transformers()
@@ -157,16 +158,17 @@ def log_likelihoods(
 
 @contextmanager
 def reusing_prefix(model: Any, check_weights: bool = True) -> Iterator[None]:
-    """Lets calls of the model's `generate` in this thread or task go on from what the call before has computed.
+    """Makes calls of the model's `generate` in this thread or task reuse keys and values of the previous call.
 
         with fastgen.reusing_prefix(model):
             for question in questions:
                 model.generate(**tokenizer(SYSTEM_PROMPT + question, return_tensors="pt"))
 
-    model: decoder-only, of transformers. Its last prompt is kept until the block ends, or what the rows of its last
-    batch began with in common: one row of keys and values. What the next prompts begin with of it is not computed
-    again, if the model is the same. check_weights: read all weights in each call to know that they are, which takes
-    about as long as a decode step; False where nothing writes into them in the block. `explain()` tells what was kept.
+    model: a decoder-only model of transformers. One row of keys and values is kept until the block ends: those of the
+    last prompt, or of the common prefix of the last batch. Tokens that later prompts share with it are not computed
+    again, if the model is unchanged. check_weights: whether to read all weights in each call to detect changes, which
+    takes about as long as a decode step; pass False if nothing writes into them in the block. `explain()` reports what
+    was kept.
     """
     _check_transformers()
     from fastgen.optimizer.decoding.call import setting
@@ -177,7 +179,7 @@ def reusing_prefix(model: Any, check_weights: bool = True) -> Iterator[None]:
 
 
 def _check_transformers() -> None:
-    """Raises ImportError with the versions wanted and found where transformers is too old."""
+    """Raises ImportError with the wanted and the installed version if transformers is too old."""
     if why := upgrade_reason(models.LOWEST["transformers"], "transformers"):
         raise ImportError(why)
 

@@ -1,4 +1,4 @@
-"""`python -m fastgen`: shows what is patched and why, or runs a program under fastgen that nobody may edit.
+"""`python -m fastgen`: shows what is patched and why, or runs a program that cannot be edited under fastgen.
 
 `python -m fastgen verify MODEL INPUT` compares a model without fastgen and with it, see fastgen/cli/verify.py.
 
@@ -39,7 +39,7 @@ _PACKAGES = ("torch", "transformers", "fairseq")
 
 
 def main(argv: list[str]) -> None:
-    """Prints the report; with arguments runs the program in `argv`, with the exit status that it has by itself."""
+    """Prints the report, or runs the program in `argv` and exits with its exit status."""
     if argv[:1] == ["verify"]:
         from fastgen.cli import verify
 
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
         print(report())
         return
     set_openmp_variables()
-    fastgen.enable()  # under FASTGEN_AUTO=0, too
+    fastgen.enable()  # also with FASTGEN_AUTO=0
     if program[0] != "-m":
         run_script(*program)
     elif len(program) == 1:
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Takes the options before the program only: what follows belongs to the program."""
+    """Returns a parser of the options before the program; what follows belongs to the program."""
     parser = argparse.ArgumentParser(
         prog=_PROG,
         usage=f"{_PROG} [-h] [--version] [SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...] | verify MODEL INPUT ...]",
@@ -93,9 +93,9 @@ def run_script(script: str, *args: str) -> None:
 
 
 def _run_source(path: str) -> None:
-    """Runs a file in a `__main__` that stays: threads that outlive the last line look up the program's names there.
+    """Runs a file in a `__main__` that stays, because threads that outlive the last line look names up there.
 
-    `runpy` would put the former `__main__` back, and make `sys.argv[0]` absolute or `__file__` relative.
+    `runpy` would restore the former `__main__`, and make `sys.argv[0]` absolute or `__file__` relative.
     """
     program = types.ModuleType("__main__")
     program.__file__, program.__loader__ = path, SourceFileLoader("__main__", path)
@@ -107,7 +107,7 @@ def _run_source(path: str) -> None:
 
 
 def _set_first_path(*entries: str) -> None:
-    """Puts `entries` where `python -m fastgen` has put the working directory; `python -P` asks for neither."""
+    """Replaces the working directory in `sys.path`, added by `python -m`, by `entries`; `python -P` adds neither."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[:1] = entries
 
@@ -115,17 +115,17 @@ def _set_first_path(*entries: str) -> None:
 def run_module(module: str, *args: str) -> None:
     """Runs `python -m module args...`."""
     try:
-        found = find_spec(module)
+        spec = find_spec(module)
     except ModuleNotFoundError as error:
         _stop(1, f"cannot find {module!r}: {error}")
-    if found is None:
+    if spec is None:
         _stop(1, f"cannot find {module!r}: no such module")
     sys.argv = [module, *args]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def report() -> str:
-    """Versions, patches and kernels in one screen. Imports the hosts that are installed, so that states are real."""
+    """Returns versions, patches and kernels in one screen; imports the installed hosts, so that states are final."""
     errors = _import_hosts()
     PATCH_SET.load_replacements()
     versions = [f"fastgen {fastgen.__version__}", f"Python {platform.python_version()}"]
@@ -140,13 +140,13 @@ def report() -> str:
 
 
 def _usable_and_not(kernels: Sequence[Kernel]) -> tuple[str, str]:
-    """Returns the names of the usable kernels, the first choice first, and the others with their reasons."""
+    """Returns the names of the usable kernels, the first choice first, and the others with the reasons against them."""
     usable = [kernel.name for kernel in kernels if not kernel.unsupported_reasons()]
     return ", ".join(usable) or "none", "; ".join(str(kernel) for kernel in kernels if kernel.unsupported_reasons())
 
 
 def _source_tree(tree: Path) -> list[str]:
-    """Says so if `tree`, the folder that `fastgen` is imported from, is a checkout: installing builds the kernels."""
+    """Returns a note if `tree`, the folder that `fastgen` is imported from, is a checkout, without built kernels."""
     if not (tree / "setup.py").is_file():
         return []
     installed = list(metadata.distributions(name=_DISTRIBUTION))
@@ -159,9 +159,9 @@ def _source_tree(tree: Path) -> list[str]:
 
 
 def _import_hosts() -> dict[str, str]:
-    """Imports the modules of all patches; for each patch whose module cannot be imported, why.
+    """Imports the modules of all patches; returns the error for each patch whose module cannot be imported.
 
-    Silences what hosts log at import, such as fairseq's packages for training that are missing.
+    Silences what hosts log at import, such as fairseq about missing packages for training.
     """
     errors, disabled = {}, logging.root.manager.disable
     logging.disable(max(disabled, logging.INFO))
@@ -179,7 +179,7 @@ def _import_hosts() -> dict[str, str]:
 
 
 def _version(package: str) -> str:
-    """ "transformers 5.23.0"; with the distribution where that has another name, "fairseq 0.12.3 (ve-fairseq)"."""
+    """Returns "transformers 5.23.0"; adds a distribution with another name, as in "fairseq 0.12.3 (ve-fairseq)"."""
     try:
         return f"{package} {metadata.version(package)}"
     except metadata.PackageNotFoundError:

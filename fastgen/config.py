@@ -1,18 +1,18 @@
 """The configuration: environment variables of fastgen, read here and nowhere else, and `configure`, which changes it.
 
-FASTGEN_DISABLE=1  patch nothing, whatever the program asks for.
+FASTGEN_DISABLE=1  patch nothing, whatever user code asks for.
 FASTGEN_AUTO=0     importing fastgen patches nothing; `fastgen.enable()` and `with fastgen.enabled():` do.
-FASTGEN_STRICT=1   raise where fastgen would otherwise log an error and leave the call to the original (tests, CI).
-FASTGEN_SHARE=auto share prompts and keys between rows where that pays (as without it); or always, or never.
-FASTGEN_CUDA_GRAPHS=auto  capture decode steps where that pays, on a GPU as CUDA graphs (as without it); or off; or on:
-                   wherever the model allows it.
+FASTGEN_STRICT=1   raise errors that fastgen would otherwise log before it calls the original (tests, CI).
+FASTGEN_SHARE=auto share prompts and keys between rows if worthwhile (the default); or always, or never.
+FASTGEN_CUDA_GRAPHS=auto  capture decode steps if worthwhile, on a GPU as CUDA graphs (the default); or off; or on:
+                   whenever the model allows it.
 FASTGEN_CUDA_KERNELS=0  use torch's operations on a GPU instead of fastgen's CUDA and Triton kernels.
-FASTGEN_REPEATABLE=1  a call's scores do not depend on calls before it, not even in their last bits.
-FASTGEN_CACHE=DIR  the folder that keeps what was measured on this machine (~/.cache/fastgen without it).
+FASTGEN_REPEATABLE=1  a call's scores do not depend on earlier calls, not even in their last bits.
+FASTGEN_CACHE=DIR  the folder of measurements on this machine (default ~/.cache/fastgen).
 FASTGEN_LOG=debug  log to stderr, and nowhere else, from this level on: debug (a line for each `generate`), info,
                    warning or error.
 
-All modules hold the one object `CONFIG` and read its fields where they decide; none copies a field.
+All modules hold the one object `CONFIG` and read its fields when they decide; none copies a field.
 
 Tests: tests/test_config.py
 """
@@ -38,7 +38,7 @@ _HANDLER_NAME = "fastgen"
 
 @dataclass
 class Config:
-    """What the user asked for: the fields are the variables in lower case, without their prefix."""
+    """The user's settings; the fields are named after the variables, in lower case and without prefix."""
 
     disable: bool = False
     auto: bool = True
@@ -52,9 +52,9 @@ class Config:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Config:
-        """The variables as given; ValueError names a variable that cannot be read, its value and what is accepted."""
-        given = {name: text for name in _names() if (text := environ.get(_variable(name), "").strip())}
-        return cls(**{name: _parsed(name, text) for name, text in given.items()})  # type: ignore[arg-type]
+        """Returns the settings in environment variables. Raises ValueError with name, value and what is accepted."""
+        texts = {name: text for name in _names() if (text := environ.get(_variable(name), "").strip())}
+        return cls(**{name: _parsed(name, text) for name, text in texts.items()})  # type: ignore[arg-type]
 
 
 def _names() -> list[str]:
@@ -66,7 +66,7 @@ def _variable(name: str) -> str:
 
 
 def _parsed(name: str, text: str) -> bool | str:
-    """The value of an environment variable as the field's type."""
+    """Returns the value of an environment variable in the field's type."""
     if name == "cache":
         return text
     accepted, value = _CHOICES.get(name), text.lower()
@@ -80,10 +80,10 @@ def configure(**settings: bool | str | os.PathLike[str]) -> None:
 
         fastgen.configure(share="never", cuda_graphs="off", strict=True)
 
-    The names are those of the variables in lower case, without FASTGEN_; switches that are on or off take True or
-    False. A later call wins over an earlier one, and over the environment. Raises TypeError for a name and ValueError
-    for a value that is not accepted, and then changes nothing. DISABLE and AUTO count when fastgen is imported, so they
-    are no arguments here: see `disable()`, `enable()` and `enabled()`.
+    The names are those of the variables in lower case, without FASTGEN_; on-off switches take True or False. A later
+    call overrides an earlier one and the environment. Raises TypeError for a name and ValueError for a value that is
+    not accepted, and then changes nothing. DISABLE and AUTO are read when fastgen is imported, so they are not
+    arguments here: see `disable()`, `enable()` and `enabled()`.
     """
     names = [name for name in _names() if name not in _ONLY_AT_IMPORT]
     for name, value in settings.items():
@@ -104,29 +104,29 @@ def configure(**settings: bool | str | os.PathLike[str]) -> None:
 
 
 def read(environ: Mapping[str, str]) -> Config:
-    """The configuration; a variable that cannot be read, or is misspelt, is ignored with a warning.
+    """Returns the settings; a variable that is misspelt or has an invalid value is ignored with a warning.
 
     A typing error in a shell profile must not stop a program that only imports fastgen.
     """
-    known = [_variable(name) for name in _names()]
+    variables = [_variable(name) for name in _names()]
     readable: dict[str, str] = {}
     for variable in sorted(name for name in environ if name.startswith(_variable(""))):
-        one = {variable: environ[variable]}
+        setting = {variable: environ[variable]}
         try:
-            if variable not in known:
-                raise ValueError(f"{variable}, which it does not know (accepted: {', '.join(known)})")
-            Config.from_environ(one)
+            if variable not in variables:
+                raise ValueError(f"{variable}, which it does not know (accepted: {', '.join(variables)})")
+            Config.from_environ(setting)
         except ValueError as error:
             warnings.warn(f"fastgen ignores {error}", RuntimeWarning, stacklevel=2)
         else:
-            readable |= one
+            readable |= setting
     return Config.from_environ(readable)
 
 
 def start_logging(level: str | None) -> None:
-    """Gives the logger "fastgen" this level and a handler for stderr, once; None: warnings, to the program's handlers.
+    """Sets the level of the logger "fastgen" and a handler for stderr, once; None: warnings, to the user's handlers.
 
-    A level of its own, because importing fairseq lets every logger that has none write from debug on.
+    The logger needs its own level, because importing fairseq makes all loggers without one log from debug on.
     """
     logger = logging.getLogger("fastgen")
     if level is None:

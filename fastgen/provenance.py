@@ -1,6 +1,6 @@
-"""Provenance checks: is a function or class the host library's, or the program's?
+"""Provenance: tells whether a function or class is the host library's or user code.
 
-A function's globals tell, because `functools.wraps` gives a wrapper the `__module__` of what it wraps.
+It reads a function's globals, because `functools.wraps` copies `__module__` from the wrapped function.
 
 Tests: tests/test_provenance.py
 """
@@ -16,12 +16,12 @@ TYPE_CHECKING = False  # as in fastgen/__init__.py
 if TYPE_CHECKING:
     from typing import Any
 
-# Python's own packages, whose wrappers are as good as what they wrap; mocks stand for what a program puts there.
+# Python's own packages, whose wrappers do not change what they wrap. Not mocks: those are user code.
 PYTHON = (sys.stdlib_module_names | {"typing_extensions"}) - {"unittest"}
 
 
 def packages_of(code: object) -> set[str]:
-    """The packages of a class, or of all functions and objects that a call runs through; none for None."""
+    """Returns the packages of a class, or of all functions and objects that a call runs through; none for None."""
     packages = set()
     for module in _modules_of(code):
         packages.add(module.partition(".")[0])
@@ -29,24 +29,24 @@ def packages_of(code: object) -> set[str]:
 
 
 def comes_with(method: object, kind: type) -> bool:
-    """Whether this method is from the module of this class, and nothing was put around it."""
+    """Whether this method is from the module of this class, and is not wrapped."""
     return _modules_of(method) == {kind.__module__}
 
 
 def is_from_elsewhere(error: Exception, *packages: str) -> bool:
-    """Whether code of the program, called back by a replacement, had a part in the error: then it is not fastgen's.
+    """Whether user code, called back by a replacement, was involved in the error: then it is not fastgen's.
 
-    Only frames inside of the replacement count, of code that is not of these packages, fastgen, torch or Python itself.
+    It was if a frame inside the replacement belongs to none of these packages, fastgen, torch or Python itself.
     """
-    known = PYTHON | {"fastgen", "torch", *packages}
+    trusted = PYTHON | {"fastgen", "torch", *packages}
     frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_globals.get("__name__", "").partition(".")[0] not in known for frame, _ in frames)
+    return any(frame.f_globals.get("__name__", "").partition(".")[0] not in trusted for frame, _ in frames)
 
 
 def _modules_of(code: Any) -> set[str]:
     modules = set()
     while code is not None:
-        while type(code) is types.MethodType:  # not isinstance, to which wrapt's proxies say that they are one
+        while type(code) is types.MethodType:  # not isinstance, which is true for wrapt's proxies
             code = code.__func__
         kind = type(code)
         if kind is types.FunctionType:

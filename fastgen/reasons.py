@@ -1,22 +1,22 @@
-"""The codes of reasons, each with what it means to users: the tables of docs/reasons.md.
+"""The codes of reasons and their meanings for users: the tables of docs/reasons.md.
 
-A reason says why fastgen did not do a part of a call. A new code gets a line here, and nowhere else in words:
-`python tools/reasons_page.py` writes the page. The texts with the details of a call, and the conditions, are in the
-tables of each host's `CallChecks` (checks.py), which say where a call is left alone.
+A reason says why fastgen did not do a part of a call. A new code is described here, and nowhere else:
+`python tools/reasons_page.py` writes the page. The conditions, and the texts with details of a call, are in the tables
+of each host's `CallChecks` (checks.py).
 
 Tests: tests/optimizer/test_report.py, tests/test_docs.py
 """
 
 from __future__ import annotations
 
-# By the sections of the page. Those of the first are decisions (`Reason.is_decision`): fastgen could have done it, and
-# chose not to.
+# By the sections of the page. The codes of the first section are decisions (`Reason.is_decision`): fastgen could have
+# done the part, and chose not to.
 CHOSEN = "Chosen: there is nothing to gain, or a switch says so"
 
 CODES: dict[str, dict[str, str]] = {
     CHOSEN: {
         "CAPTURE_OFF": "decode steps are not captured under `FASTGEN_CUDA_GRAPHS=off`",
-        "DISABLED": "`fastgen.log_likelihoods` shares nothing where fastgen is disabled",
+        "DISABLED": "`fastgen.log_likelihoods` shares nothing if fastgen is disabled",
         "ENDED_EARLY": "the call ended before a capture would have been worthwhile",
         "FEW_FRAMES": "a vocoder's input is short: oneDNN would gain nothing",
         "FEW_KEYS": "a layer holds few keys: stored for each row, they cost less than a second product",
@@ -24,7 +24,7 @@ CODES: dict[str, dict[str, str]] = {
         "NOT_WORTH_CAPTURING": "replays would save less than the capture costs, or too few steps are left",
         "ONE_ROW_PER_INPUT": "neither beams nor samples, and the caller repeats no row",
         "PREFIX_SHORT": (
-            "what prompts have in common, or what was kept of a prompt, is too short to be worth a forward of its own"
+            "the common prefix of prompts, or the kept part of a prompt, is too short to be worth a forward of its own"
         ),
         "SHARE_NEVER": "nothing is shared under `FASTGEN_SHARE=never`",
         "TOO_SMALL": (
@@ -34,7 +34,7 @@ CODES: dict[str, dict[str, str]] = {
     },
     "The call": {
         "NO_CALL": (
-            "no `generate` of this thread has gone through fastgen; one inside of `fastgen.disabled()` is not seen"
+            "no `generate` of this thread has gone through fastgen; calls inside `fastgen.disabled()` are not reported"
         ),
         "NO_PATCH": (
             "no patch is active, or some of a library are not: its version, a switch, an error; `fastgen.status()` "
@@ -48,17 +48,17 @@ CODES: dict[str, dict[str, str]] = {
         "LOW_MEMORY": "beam search with `low_memory`",
         "MIN_LEN": "fairseq's `min_len` is above the longest output",
         "NO_PREFILL": "a decoding method that does not call `_prefill`",
-        "NOT_CAUSAL": "what the model computes for a token depends on later ones: no common prefix",
+        "NOT_CAUSAL": "keys and values of a token depend on later tokens: no common prefix",
         "NO_SOURCE": "fairseq's `net_input` has no source",
-        "OUTPUTS": "attentions or hidden states of all columns are asked for: no common prefix",
+        "OUTPUTS": "the call returns attentions or hidden states of all columns: no common prefix",
         "PREFIX_ENDS": "a prefix in fairseq holds the end of the sentence",
         "NAN": (
-            "logits are NaN after a common prefix: the library computes the prompt anew, because torch's attention "
-            "without a mask takes NaN among few keys for hidden. Or scores became NaN after inputs had left the "
-            "batch, which counts as their best, too: the search begins anew in the library's loop"
+            "logits are NaN after a common prefix: the library computes the prompt again, because torch's attention "
+            "without a mask treats NaN among few keys as hidden. Or scores became NaN after inputs had left the "
+            "batch; NaN counts as the best score, also for these inputs: the library's loop repeats the search"
         ),
         "PREFIX_OUTDATED": (
-            "inside of `fastgen.reusing_prefix`, the model has changed since its prefix was kept: it is computed anew"
+            "inside `fastgen.reusing_prefix`, the model has changed since its prefix was kept: it is computed again"
         ),
         "RETURN_DICT": "`return_dict_in_generate`: the library's loop collects the outputs",
         "SAMPLED_BEAMS": "beams are sampled",
@@ -68,19 +68,19 @@ CODES: dict[str, dict[str, str]] = {
         "SYNCED_GPUS": "`synced_gpus` is set",
         "TORCH_MODE": "a mode or transform of torch is active",
         "AUTOCAST": (
-            "autocast is on, or begins inside the forward, as in models that accelerate has prepared with mixed "
+            "autocast is on, or is entered inside the forward, as in models that accelerate has prepared with mixed "
             "precision"
         ),
         "GRADIENTS": "autograd records",
     },
     "Rows and arguments": {
-        "ARGUMENT_COLUMNS": "which columns of an argument belong to a common prefix is not known",
+        "ARGUMENT_COLUMNS": "the columns of an argument cannot be assigned to a common prefix",
         "ARGUMENT_ROWS": "an argument of the model does not have the prompt's rows",
-        "ARGUMENT_TYPE": "an argument of the model is of a type whose rows are not known",
+        "ARGUMENT_TYPE": "an argument of the model is of a type without known rows",
         "GROUP_SIZES_DIFFER": (
-            "equal rows come in groups without a common size: one prefill per group, keys for each row"
+            "groups of equal rows have no common size: one prefill per group, keys stored for each row"
         ),
-        "IMAGES": "which input, or which tokens, an image or video belongs to is not known",
+        "IMAGES": "an image or video cannot be assigned to an input or its tokens",
         "IMAGES_DIFFER": "equal rows of the prompt have different images or videos",
         "ROWS_DIFFER": "the rows of an input are not equal",
         "ROWS_NOT_MULTIPLE": "the number of rows is no multiple of beams, samples or inputs",
@@ -90,7 +90,7 @@ CODES: dict[str, dict[str, str]] = {
         "CACHE_LAYERS": "a cache with layers of classes that are not supported",
         "CACHE_OFFLOADED": "a cache that is offloaded to the CPU",
         "CACHE_NOT_EMPTY": "the cache held keys before the prefill",
-        "CACHE_TYPE": "a cache of a class that fastgen does not know",
+        "CACHE_TYPE": "a cache of a class that is not supported",
         "LAYERS_DIFFER": "the layers of the cache differ in kind, shape, dtype or device: no static cache",
         "LAYER_EMPTY": "a layer of the cache is empty: no static cache",
         "LAYER_TYPE": "layers of this class cannot be shared, and are stored for each row",
@@ -104,8 +104,8 @@ CODES: dict[str, dict[str, str]] = {
     },
     "The model and user code": {
         "COMPILED": "the model or a part of it is compiled, or `compile_config` is set",
-        "DECODER": "a decoder in fairseq, or layers of it, that fastgen does not know",
-        "DIFFERS": "on first use the model class gave other results than without fastgen: it is left alone",
+        "DECODER": "a decoder of fairseq, or its layers, are of classes that are not supported",
+        "DIFFERS": "on first use, results of the model class differed from those without fastgen: it is left alone",
         "ENCODER_ROWS": "the decoder of a fairseq model gets the encoder's output for each row",
         "ENSEMBLE": "steps of an ensemble of several models are not captured",
         "ENSEMBLE_TYPE": "fairseq's models are in an ensemble of another class",
@@ -124,10 +124,10 @@ CODES: dict[str, dict[str, str]] = {
             "inputs stay"
         ),
         "ROWS_COUPLED": (
-            "the rows of a batch have an influence on each other: the model's experts have a capacity, or "
+            "the rows of a batch influence each other: the model's experts have a capacity, or "
             "its products are quantized dynamically by torch, with one scale for all rows"
         ),
-        "TRAINING": "a module is in training mode and drops, or may drop",
+        "TRAINING": "a module is in training mode, with dropout or other randomness, or might have it",
         "TRANSFORMERS_VERSION": "this version of transformers prepares its steps in another way",
         "USER_CODE": (
             "code that is not the library's runs in the forward or in each step: it may treat rows differently, or is"
@@ -138,7 +138,7 @@ CODES: dict[str, dict[str, str]] = {
             "the model puts tokens of its own before the prompt, as PEFT's prompt tuning does: no common prefix"
         ),
         "WEIGHTS_UNREADABLE": (
-            "inside of `fastgen.reusing_prefix`, weights are of a kind whose bits cannot be read: nothing is kept"
+            "inside `fastgen.reusing_prefix`, the bits of some weights cannot be read: nothing is kept"
         ),
         "UNVERIFIED": "a model class that is compared before its first use, and this call cannot be repeated",
     },
@@ -154,7 +154,7 @@ CODES: dict[str, dict[str, str]] = {
         "ERROR": "an error in fastgen, after which the library did the work",
         "GRAPHS_IN_USE": "another call uses the captured steps of the model",
         "KV_CACHE_TOO_LARGE": "keys and values are larger than what captured graphs may hold",
-        "LAYERS": "a vocoder of which fastgen knows no layer, or whose every layer runs user code",
+        "LAYERS": "a vocoder without supported layers, or whose layers all run user code",
         "MAY_SYNC": "the forward may synchronise with the device: transformers does not mark it as compilable",
         "MIXED": "weights and inputs have several dtypes or devices",
         "NGRAMS_READ": "the dictionaries of the encoder's n-grams were read, and may have been changed",
@@ -165,7 +165,7 @@ CODES: dict[str, dict[str, str]] = {
         "PROCESSOR_CHANGED": "an n-gram processor was changed after it was made",
         "PROCESSOR_MADE_ELSEWHERE": "an n-gram processor was made while fastgen was off",
         "QUANTIZED": "a quantized model",
-        "SCORES_ON_OTHER_DEVICE": "scores and tokens lie on different devices",
+        "SCORES_ON_OTHER_DEVICE": "scores and tokens are on different devices",
         "SEVERAL_DEVICES": "the model is on several devices",
         "SHARDED": "parts of the model are sharded, and gathered in each step",
         "SWITCHED_OFF": (

@@ -1,7 +1,7 @@
 """Hooks for tests: what fastgen has captured and compared, other settings for a block, and parts watched or replaced.
 
-Tests use these in place of fastgen's internals, which may then change: only this file names them. No hook is needed to
-use fastgen, and each context manager puts everything back when its block ends; none is for several threads at once.
+Tests use these instead of fastgen's internals, which only this file names. No hook is needed to use fastgen. Each
+context manager restores everything when its block ends; none may be used by several threads at the same time.
 
 Tests: tests/test_testing.py
 """
@@ -26,7 +26,7 @@ _DECODING = "fastgen.optimizer.decoding"
 _TRANSFORMERS = "fastgen.optimizer.transformers"
 _FAIRSEQ = "fastgen.optimizer.fairseq"
 
-# The parts that tests watch, break or replace, by what they do; and where the code that uses them finds them.
+# The parts that tests watch, break or replace: what each does, and where the code that uses it looks it up.
 PARTS = {
     # Captured steps.
     "capture a step": f"{_DECODING}.graphs:CapturedGraph.capture",
@@ -52,7 +52,7 @@ PARTS = {
     "draw samples": f"{_TRANSFORMERS}.token_loop:_draw",
     "draw as torch": f"{_TRANSFORMERS}.token_loop:_draws_as_torch",
     "choose beams, fairseq": f"{_FAIRSEQ}.loop:Loop.propose",
-    "extend beams, fairseq": f"{_FAIRSEQ}.loop:Loop.go_on",
+    "extend beams, fairseq": f"{_FAIRSEQ}.loop:Loop.advance",
     "read flags, fairseq": f"{_FAIRSEQ}.loop:_flags_sync",
     "reorder, fairseq": f"{_FAIRSEQ}.decode_step:FairseqDecodeStep.reorder",
     # Prompts and prefixes.
@@ -65,7 +65,7 @@ PARTS = {
     "read weights": f"{_TRANSFORMERS}.kept_prefix:checksums_sync",
     "score tokens": f"{_TRANSFORMERS}.log_likelihoods:Scorer._forward",
     "streams of ProphetNet": f"{_TRANSFORMERS}.models.prophetnet:_streams",
-    # What is known of a model, and said of a call.
+    # Facts about a model, and reports of calls.
     "line of a report": f"{_DECODING}.report:Report.summary",
     "walk through a model": f"{_DECODING}.model_facts:ModelFacts",
     "compare a model": f"{_DECODING}.model_facts:ModelFacts._described",
@@ -96,12 +96,12 @@ LIMITS = {
     "min_elements_to_draw": f"{_TRANSFORMERS}.token_loop:MIN_ELEMENTS_TO_DRAW",
 }
 
-# For `costs`: every model is so large that its products are looked at.
+# For `costs`: makes every model large enough for its products to be considered.
 ANY_SIZE = {"min_large_per_module": 0, "min_large": 0}
 
 
 class PartCall(NamedTuple):
-    """One call of a part. args: of a method, its object comes first. result: None for one that has raised an error."""
+    """A call of a part. args: for a method, the object comes first. result: None if it raised an error."""
 
     args: tuple
     kwargs: dict[str, Any]
@@ -110,9 +110,9 @@ class PartCall(NamedTuple):
 
 @contextmanager
 def replaced(part: str, by: Callable) -> Iterator[None]:
-    """Calls `by` in place of one of `PARTS`; as a patch's replacement, it gets the original first, then the arguments.
+    """Calls `by` in place of one of `PARTS`; like a patch's replacement, it gets the original, then the arguments.
 
-    An error that `by` raises is the program's, not fastgen's: see `broken`.
+    An error that `by` raises counts as user code's, not fastgen's: see `broken`.
     """
     owner, name = place_of(PARTS[part])
     original = getattr(owner, name)
@@ -128,7 +128,7 @@ def replaced(part: str, by: Callable) -> Iterator[None]:
 
 @contextmanager
 def watched(part: str) -> Iterator[list[PartCall]]:
-    """Yields a list that gets each call of one of `PARTS` when it ends."""
+    """Yields a list to which each call of one of `PARTS` is appended when it ends."""
     calls: list[PartCall] = []
 
     def noting(original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +145,7 @@ def watched(part: str) -> Iterator[list[PartCall]]:
 
 @contextmanager
 def broken(part: str, error: BaseException | type[BaseException], after: int = 0) -> Iterator[list[PartCall]]:
-    """Raises an error in one of `PARTS`, as if it were fastgen's own; after: so many calls go on to the original."""
+    """Raises an error in one of `PARTS`, as if it were fastgen's own; after: the number of calls that work before."""
     calls: list[PartCall] = []
 
     def failing(original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ def configured(**settings: Any) -> Iterator[None]:
 
 @contextmanager
 def costs(kind: type | None = None, **thresholds: float) -> Iterator[None]:
-    """Gives calls that begin inside, in any thread, a cost model with these thresholds; kind: of another class."""
+    """Gives calls that begin inside, in any thread, a cost model with these thresholds; kind: its class."""
     from fastgen.optimizer.decoding import cost_model
 
     settings = dataclasses.asdict(cost_model.DEFAULT) | thresholds
@@ -186,9 +186,9 @@ def costs(kind: type | None = None, **thresholds: float) -> Iterator[None]:
 
 @contextmanager
 def force(backend: str) -> Iterator[list[int]]:
-    """Takes all products for large, and computes them by one GEMM backend: "BLAS", "oneDNN" or "skinny GEMM".
+    """Treats all products as large, and computes them with one GEMM backend: "BLAS", "oneDNN" or "skinny GEMM".
 
-    Yields a list that gets the rows of each product for which the backend is asked.
+    Yields a list to which the number of rows of each product is appended.
     """
     asked: list[int] = []
 
@@ -202,7 +202,7 @@ def force(backend: str) -> Iterator[list[int]]:
 
 @contextmanager
 def without(name: str) -> Iterator[None]:
-    """Takes the machine for one that cannot run the kernels of this name, such as "C++", where each call chooses."""
+    """Makes kernels of this name, such as "C++", unsupported, for operations that choose a kernel in each call."""
     with ExitStack() as stack:
         for kernel in itertools.chain(*ops.kernels().values()):
             if kernel.name.partition(" ")[0] == name:
@@ -211,7 +211,7 @@ def without(name: str) -> Iterator[None]:
 
 
 def captured_graphs(model: Any) -> dict[Any, Any]:
-    """Returns the captured steps that a model has between two calls, by their keys, the latest last."""
+    """Returns a model's captured steps between two calls, by key, the latest last."""
     from fastgen.optimizer.decoding import graphs
 
     cache = graphs._graph_caches.get(model)
@@ -219,14 +219,14 @@ def captured_graphs(model: Any) -> dict[Any, Any]:
 
 
 def holds_graphs(model: Any) -> bool:
-    """Whether a call holds the captured steps of a model, so that no other may use them."""
+    """Whether a call holds the captured steps of a model, so that no other call may use them."""
     from fastgen.optimizer.decoding import graphs
 
     return graphs._graph_caches[model].in_use.locked()
 
 
 def verified() -> set[object]:
-    """Returns the keys of what was compared with the library on first use and did not differ."""
+    """Returns the keys of comparisons on first use without a difference."""
     from fastgen.optimizer.decoding import verify
 
     return set(verify._verified)
@@ -241,7 +241,7 @@ def refused_classes() -> set[type]:
 
 @contextmanager
 def forget_verified() -> Iterator[None]:
-    """Forgets what was compared on first use, and afterwards what is compared inside."""
+    """Forgets earlier comparisons on first use, and at the end those made inside."""
     from fastgen.optimizer.decoding import verify
     from fastgen.optimizer.transformers import verification
 
@@ -252,9 +252,9 @@ def forget_verified() -> Iterator[None]:
 
 @contextmanager
 def as_untested(host: str = "transformers") -> Iterator[list[tuple[str, str]]]:
-    """Takes the version of a host for newer than any tested, so that everything is compared on first use.
+    """Treats the version of a host as newer than any tested, so that everything is compared on first use.
 
-    Yields a list that gets the groups of patches that would be switched off, and why; they stay on.
+    Yields a list to which groups of patches that would be switched off are appended, and why; they stay on.
     """
     failures: list[tuple[str, str]] = []
     note = mock.patch.object(PATCH_SET, "fail", lambda group, reason: failures.append((group, reason)))
@@ -264,7 +264,7 @@ def as_untested(host: str = "transformers") -> Iterator[list[tuple[str, str]]]:
 
 @contextmanager
 def as_tested() -> Iterator[None]:
-    """Takes every model class for one of the library's, which are trusted without a comparison."""
+    """Treats every model class as the library's, which are trusted without a comparison."""
     from fastgen.optimizer.transformers.checks import CallChecks
 
     with mock.patch.object(CallChecks, "is_verified_first", False):
@@ -275,7 +275,7 @@ def as_tested() -> Iterator[None]:
 def errors_noted() -> Iterator[list[str]]:
     """Leaves calls to the library after an error of fastgen's own, as without FASTGEN_STRICT=1; patches stay on.
 
-    Yields a list that gets the errors.
+    Yields a list to which the errors are appended.
     """
     errors: list[str] = []
     note = mock.patch.object(PATCH_SET, "_replacement_failed", lambda record, error: errors.append(str(error)))

@@ -1,7 +1,7 @@
-"""Patches as data, and what applies and reverts them; knows no host library and imports none.
+"""Patches as data, and the code that applies and reverts them; knows no host library and imports none.
 
 patch.py          Patch and PatchState, the data
-target.py         finds what a patch replaces, checks that it is what the patch was written for, puts and takes back
+target.py         finds the target of a patch, checks that it fits, installs and removes the replacement
 patch_set.py      PatchSet: applies groups of patches when their host has been imported, reverts them, keeps states
 import_hooks.py   calls back after a host was imported, without importing anything before
 """

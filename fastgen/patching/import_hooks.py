@@ -1,7 +1,7 @@
-"""Calling back after a host's module was imported, without making `import fastgen` slower.
+"""Callbacks after the import of a host's module, without making `import fastgen` slower.
 
-wrapt's post-import hooks do the work. Importing wrapt takes longer than the rest of `import fastgen` together, so
-that waits until the host, which takes seconds anyway, is first looked for.
+wrapt's post-import hooks do the work. Importing wrapt takes longer than the rest of `import fastgen`, so it waits until
+the host, whose import takes seconds anyway, is first looked up.
 
 Tests: tests/patching/test_patching.py, tests/patching/test_patching_conflicts.py
 """
@@ -20,8 +20,8 @@ TYPE_CHECKING = False  # as in fastgen/__init__.py
 if TYPE_CHECKING:
     from typing import Any
 
-# The one lock of the patch layer; forked workers find it free. Never held while a host is imported or a host's function
-# runs: a hook takes it while its thread holds an import lock.
+# The only lock of the patch layer; it is free in forked workers. Never held while a host is imported or a host's
+# function runs, because a hook takes it while its thread holds an import lock.
 LOCK = threading.RLock()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
@@ -30,7 +30,7 @@ Hook = Callable[[ModuleType], None]
 
 
 def call_after_import(module: str, hook: Hook) -> None:
-    """Calls `hook` with the module when it has been imported; at once if that has happened already."""
+    """Calls `hook` with the module after its import, or immediately if it is imported already."""
     host = module.partition(".")[0]
     with LOCK:
         if _finder not in sys.meta_path:
@@ -42,7 +42,7 @@ def call_after_import(module: str, hook: Hook) -> None:
 
 
 def explain_failure(host: str, explain: Callable[[Exception], str]) -> None:
-    """Logs what `explain` says, if anything, when the import of `host` fails; the error stays what it is."""
+    """Logs what `explain` returns, if anything, when the import of `host` fails; the error is raised unchanged."""
     _finder.explanations[host] = explain
 
 
@@ -53,9 +53,9 @@ def _register(module: str, hook: Hook) -> None:
 
 
 class _HostFinder:
-    """Registers the hooks of a host with wrapt the moment that the host is first looked for.
+    """Registers the hooks of a host with wrapt when the host is first looked up.
 
-    It stays in `sys.meta_path` with nothing left to do: another thread may be walking that list.
+    It stays in `sys.meta_path` afterwards, without effect: another thread may be iterating over that list.
     """
 
     def __init__(self) -> None:
@@ -76,16 +76,16 @@ class _HostFinder:
             logging.getLogger("fastgen").warning("fastgen cannot follow the import of %s", fullname, exc_info=True)
         from importlib.util import find_spec
 
-        spec = find_spec(fullname)  # once more, past the finder that wrapt has put in front
+        spec = find_spec(fullname)  # again, through the finder that wrapt has put first
         if spec is not None and spec.loader is not None and fullname in self.explanations:
-            spec.loader = _ExplainingLoader(  # type: ignore[assignment]  # it gives what the other one has
+            spec.loader = _ExplainingLoader(  # type: ignore[assignment]  # it forwards attributes
                 spec.loader, self.explanations[fullname]
             )
         return spec
 
 
 class _ExplainingLoader:
-    """Another loader in all but this: an error on the way is explained in the log before it goes on."""
+    """Wraps a loader, and logs an explanation of an import error before it is raised."""
 
     def __init__(self, loader: Any, explain: Callable[[Exception], str]) -> None:
         self._loader = loader

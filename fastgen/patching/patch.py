@@ -13,16 +13,16 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Patch:
-    """One attribute of a host library, and the function that takes its place.
+    """An attribute of a host library, and the function that takes its place.
 
-    name: for people, "transformers.prefill".
+    name: a readable name, "transformers.prefill".
     target: "package.module:function" or "package.module:Class.method".
     replacement: "package.module:function", imported when the target is first called, so that neither `import fastgen`
         nor the import of the host grows. It is called as `replacement(original, *args, **kwargs)`; for a method
         `args[0]` is the instance, or the class, and `original` is the unbound function.
     tested: the lowest and the newest version of the host that it was tested with. On a lower one the patch is
-        skipped, on a newer one it is applied and `PatchSet.untested_hosts` says so.
-    parameters: names that the signature of the target must have; of "cache|past_key_values" one.
+        skipped, on a newer one it is applied and the host is added to `PatchSet.untested_hosts`.
+    parameters: names that the signature of the target must have; "cache|past_key_values" means one of both.
     group: patches of one group are applied all or none.
     needs: the lowest versions of other packages that the replacement imports.
     """
@@ -42,7 +42,7 @@ class Patch:
 
     @cached_property
     def path(self) -> list[str]:
-        """The attributes that lead from the module to the target, ["GenerationMixin", "_prefill"]."""
+        """The attributes from the module to the target, ["GenerationMixin", "_prefill"]."""
         return self.target.partition(":")[2].split(".")
 
     @cached_property
@@ -52,10 +52,10 @@ class Patch:
 
 
 def patch_group(host: str, tested: tuple[str, str], group: str, *patches: tuple[str, str, str]) -> list[Patch]:
-    """Patches of one group: name, target with the parameters it must have, and replacement of each.
+    """Returns patches of one group from the name, the target with its required parameters, and the replacement of each.
 
-    Names, groups and targets are the host's, "generation.utils:GenerationMixin.generate(self)"; replacements are in
-    the host's folder, "generate:generate".
+    Names, groups and targets are relative to the host, "generation.utils:GenerationMixin.generate(self)", and
+    replacements to the host's folder, "generate:generate".
     """
     return [
         Patch(
@@ -72,7 +72,7 @@ def patch_group(host: str, tested: tuple[str, str], group: str, *patches: tuple[
 
 @dataclass(frozen=True, repr=False)
 class PatchState:
-    """What became of a patch (pending, applied, skipped, failed or reverted), and why."""
+    """The state of a patch (pending, applied, skipped, failed or reverted), and the reason."""
 
     name: str
     group: str
@@ -85,34 +85,35 @@ class PatchState:
 
 
 class PatchStates(list[PatchState]):
-    """A list that is shown with one line for each group, and one for a host that is not installed or too old."""
+    """A list that prints one line per group, and a single line for a host that is not installed or too old."""
 
     def __repr__(self) -> str:
-        """A table, and below it what is so for several groups.
+        """Returns a table, followed by the reasons that several groups share.
 
-        A sentence where nothing is patched for one reason, such as FASTGEN_DISABLE=1.
+        If nothing is patched for one common reason, such as FASTGEN_DISABLE=1, returns a sentence instead.
         """
-        if {one.state for one in self} <= {"skipped", "reverted"} and len({one.reason for one in self}) == 1:
+        if {patch.state for patch in self} <= {"skipped", "reverted"} and len({patch.reason for patch in self}) == 1:
             return f"Nothing is patched: {self[0].reason}."
-        hosts = {one.host: {(other.state, other.reason) for other in self if other.host == one.host} for one in self}
+        names = dict.fromkeys(patch.host for patch in self)
+        hosts = {host: {(patch.state, patch.reason) for patch in self if patch.host == host} for host in names}
         missing = {host for host in hosts if not _is_installed(host)}
         alike = {host for host, states in hosts.items() if len(states) == 1 and next(iter(states))[0] == "skipped"}
         groups: dict[str, list[PatchState]] = {}
-        for one in self:
-            groups.setdefault(one.host if one.host in missing | alike else one.group, []).append(one)
-        rows, of_many = [], self._reasons_of_many_groups()
+        for patch in self:
+            groups.setdefault(patch.host if patch.host in missing | alike else patch.group, []).append(patch)
+        rows, shared = [], self._reasons_of_many_groups()
         for name, states in groups.items():
-            reasons = "; ".join(dict.fromkeys(one.reason for one in states if one.reason not in ("", *of_many)))
+            reasons = "; ".join(dict.fromkeys(patch.reason for patch in states if patch.reason not in ("", *shared)))
             rows.append((name, "not installed", "") if name in missing else (name, states[0].state, reasons))
-        return "\n".join([table(rows), *of_many])
+        return "\n".join([table(rows), *shared])
 
     def not_active(self) -> tuple[tuple[str, str], ...]:
-        """What is not active, and why, of patches that were to be applied; nothing where they only wait for a host."""
+        """Returns which patches are not active although their host is imported, and why."""
         refused: dict[str, list[str]] = {}
-        for one in self:
-            if one.state in ("skipped", "failed", "reverted"):
-                refused.setdefault(one.reason, []).append(one.host)
-        if any(one.state == "applied" for one in self):
+        for patch in self:
+            if patch.state in ("skipped", "failed", "reverted"):
+                refused.setdefault(patch.reason, []).append(patch.host)
+        if any(patch.state == "applied" for patch in self):
             return tuple(
                 (f"some patches of {' and '.join(dict.fromkeys(hosts))} are not active", reason)
                 for reason, hosts in refused.items()
@@ -122,20 +123,20 @@ class PatchStates(list[PatchState]):
     def _reasons_of_many_groups(self) -> list[str]:
         """Returns the reasons that several groups share, such as a host's version: printed once, below the table."""
         groups: dict[str, set[str]] = {}
-        for one in self:
-            if one.state == "applied" and one.reason:
-                groups.setdefault(one.reason, set()).add(one.group)
+        for patch in self:
+            if patch.state == "applied" and patch.reason:
+                groups.setdefault(patch.reason, set()).add(patch.group)
         return [reason for reason, names in groups.items() if len(names) > 1]
 
 
 def _is_installed(host: str) -> bool:
-    from importlib.util import find_spec  # which `import fastgen` does without
+    from importlib.util import find_spec  # not imported by `import fastgen`
 
     return host in sys.modules or find_spec(host) is not None
 
 
 def table(rows: Iterable[tuple[str, str, str]]) -> str:
-    """One row a line, the columns below each other."""
+    """Returns a text with one row per line and aligned columns."""
     rows = list(rows)
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
     return "\n".join(f"  {a:{widths[0]}}  {b:{widths[1]}}  {c}".rstrip() for a, b, c in rows)

@@ -1,7 +1,7 @@
-"""PatchSet: applies patches once their host is imported, reverts them, and keeps for each a state with a reason.
+"""PatchSet: applies patches once their host is imported, reverts them, and keeps a state with a reason for each.
 
-What goes wrong here must not break the host: an error is recorded as a state and logged, and the original stays. Where
-`is_strict()` (tests, CI) it is raised.
+Errors here must not break the host: an error is recorded as a state and logged, and the original stays. If
+`is_strict()` is true (tests, CI), it is raised.
 
 Tests: tests/patching/test_patching.py, tests/patching/test_patching_conflicts.py
 """
@@ -30,13 +30,13 @@ logger = logging.getLogger("fastgen")
 
 _FINAL = "__fastgen_final__"
 
-# What the innermost `switched` of this thread or task says; without a value outside of all.
+# The value of the innermost `switched` of this thread or task; unset outside.
 _switch: ContextVar[bool] = ContextVar("fastgen_switch")
 
 
 @contextmanager
 def switched(on: bool) -> Iterator[None]:
-    """Replacements (of patches that are applied) or originals, in this thread or task; the innermost block counts.
+    """A context in which calls of this thread or task reach replacements (on) or originals; the innermost counts.
 
     A thread started inside does not inherit it, an asyncio task does.
     """
@@ -44,17 +44,17 @@ def switched(on: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(ValueError):  # a generator that was begun in another context, and is closed in this one
+        with suppress(ValueError):  # a generator was started in another context
             _switch.reset(token)
 
 
 def disabled() -> AbstractContextManager[None]:
-    """Originals only, in this thread or task; a thread started inside does not inherit it. Also a decorator."""
+    """Disables fastgen in this thread or task; a thread started inside does not inherit it. Also a decorator."""
     return switched(False)
 
 
 def warn(message: str) -> None:
-    """A RuntimeWarning; where the program makes errors of warnings, a line in the log instead."""
+    """Issues a RuntimeWarning; if user code turns warnings into errors, logs the message instead."""
     try:
         warnings.warn(message, RuntimeWarning, stacklevel=3)
     except RuntimeWarning:
@@ -62,7 +62,7 @@ def warn(message: str) -> None:
 
 
 def make_final(error: BaseException) -> None:
-    """Lets this error of a replacement reach the caller: the original is not to do the work once more."""
+    """Marks an error of a replacement as the caller's: the original must not do the work again."""
     vars(error)[_FINAL] = True
 
 
@@ -71,7 +71,7 @@ def is_final(error: BaseException) -> bool:
 
 
 class SwitchedOff(RuntimeError):
-    """Raised by a replacement that cannot go on because its patches were taken back; the original does the work."""
+    """Raised by a replacement that cannot continue because its patches were reverted; the original does the work."""
 
 
 @dataclass
@@ -89,8 +89,8 @@ class _Record:
 class PatchSet:
     """Applies and reverts `patches`; every method may be called twice, and from any thread.
 
-    untested_hosts: those that are newer than what one of their patches was tested with, or do not tell their version.
-    direct: the patches that replace the host's own function, and not one that was put there before.
+    untested_hosts: hosts that are newer than one of their patches was tested with, or have no version. direct: the
+    patches that replace the host's own function, not one that another library has put there.
     """
 
     def __init__(self, patches: Iterable[Patch], *, is_strict: Callable[[], bool] = lambda: False) -> None:
@@ -104,15 +104,15 @@ class PatchSet:
             self._groups.setdefault(patch.group, []).append(record)
         self._modules: dict[str, ModuleType] = {}
         self._hooked: set[str] = set()
-        self._warned_versions: set[str] = set()  # messages about hosts that are too old
+        self._warned_versions: set[str] = set()  # logged messages about hosts that are too old
         self._armed = False
-        self._everywhere = False  # outside of `switched`, too
+        self._everywhere = False  # also outside of `switched`
 
     def arm(self, everywhere: bool = True, again: bool = False) -> None:
-        """Applies the patches of imported hosts, and those of other hosts as soon as they are imported.
+        """Applies the patches of imported hosts, and those of other hosts after their import.
 
-        everywhere: else calls get the replacements inside `switched(True)` only, unless the set was armed before.
-        again: those that have failed, too.
+        everywhere: if false, calls reach the replacements only inside `switched(True)`, unless the set was armed
+        before. again: whether patches that have failed are tried again.
         """
         with LOCK:
             for record in self._records() if again else ():
@@ -128,7 +128,7 @@ class PatchSet:
                 if module not in sys.modules:
                     call_after_import(module, functools.partial(self._imported, module))
                 elif _is_being_imported(sys.modules[module]):
-                    importlib.import_module(module)  # waits for the thread that imports it
+                    importlib.import_module(module)  # waits for another thread's import of it
         except Exception:
             if self._is_strict():
                 raise
@@ -147,13 +147,13 @@ class PatchSet:
                 except Exception as error:
                     self._take_back(group, "failed", f"{type(error).__name__}: {error}")
                     errors.append((group, error))
-        for group, one in errors:
-            logger.warning("fastgen leaves %s to the originals: %r", group, one, exc_info=one)
+        for group, failure in errors:
+            logger.warning("fastgen leaves %s to the originals: %r", group, failure, exc_info=failure)
         if errors and self._is_strict():
             raise errors[0][1]
 
     def revert(self, reason: str = "disabled") -> None:
-        """Puts the originals back; hosts imported later stay as they are until `arm` is called again."""
+        """Restores the originals; hosts imported later are not patched until `arm` is called again."""
         with LOCK:
             self._armed = self._everywhere = False
             for group, records in self._groups.items():
@@ -161,7 +161,7 @@ class PatchSet:
                     self._take_back(group, "reverted", reason)
 
     def skip(self, reason: str) -> None:
-        """Records that nothing is to be patched, and why; a set that is armed stays so."""
+        """Records why nothing is patched; an armed set stays armed."""
         with LOCK:
             for record in () if self._armed else self._records():
                 record.set("skipped", reason)
@@ -169,15 +169,15 @@ class PatchSet:
     def fail(self, group: str, reason: str) -> None:
         """Switches a group off because its results differ from the original's, or might; `arm(again=True)` undoes it.
 
-        reason: what differed; it goes into a warning and into the states.
+        reason: what differed, for a warning and the states.
         """
         if group not in self._groups:
-            raise ValueError(f"group {group!r} is not known (known: {', '.join(self._groups)})")
+            raise ValueError(f"group is {group!r} (accepted: {', '.join(self._groups)})")
         if self._take_back(group, "failed", reason):
             warn(f"fastgen leaves {group} to the originals: {reason}")
 
     def load_replacements(self) -> None:
-        """Imports what applied patches would import when first called, so that the states tell what would fail."""
+        """Imports the replacements of applied patches, so that the states show failures before the first call."""
         for record in list(self._records()):
             if record.state == "applied":
                 try:
@@ -188,7 +188,7 @@ class PatchSet:
                     self._replacement_failed(record, error)
 
     def states(self) -> PatchStates:
-        """The state of every patch, in the order in which they were given."""
+        """Returns the state of every patch, in their order."""
         with LOCK:
             records = self._records()
             return PatchStates(
@@ -202,17 +202,17 @@ class PatchSet:
 
     @property
     def switched_off(self) -> dict[str, str]:
-        """The groups that have failed, and why."""
+        """Returns the groups that have failed, and why."""
         return {group: records[0].reason for group, records in self._groups.items() if records[0].state == "failed"}
 
     def in_effect(self, name: str) -> bool:
-        """Whether calls reach this patch first, and then the host: nobody has patched on top of it, or before it."""
+        """Whether calls reach this patch first, and then the host: no other library has patched after or before it."""
         record = self._by_name.get(name)
         return record is not None and record.target is not None and record.target.is_on_top() and name in self.direct
 
     @property
     def is_on(self) -> bool:
-        """Whether calls in this thread or task get the replacements of patches that are applied."""
+        """Whether calls in this thread or task reach the replacements of applied patches."""
         return _switch.get(self._everywhere)
 
     def _records(self) -> Iterator[_Record]:
@@ -282,7 +282,7 @@ class PatchSet:
         return name in self._modules
 
     def _take_back(self, group: str, state: str, reason: str) -> bool:
-        """Removes what the group has installed and sets its state; False if it had failed before."""
+        """Removes the group's patches and sets its state; returns False if it had failed before."""
         with LOCK:
             if any(record.state == "failed" for record in self._groups[group]):
                 return False
@@ -297,14 +297,14 @@ class PatchSet:
             logger.warning("fastgen leaves %s to the originals: %r", record.patch.group, error, exc_info=error)
 
     def _wrapper(self, record: _Record, target: Target) -> Callable:
-        """The function that stands in for the target: the original where fastgen is off, else the replacement."""
+        """Returns the function in place of the target: it calls the replacement, or the original if fastgen is off."""
         function = target.function
         own = (record.patch.host, record.patch.replacement.partition(":")[0].partition(".")[0])
         replacement: Callable | None = None
 
         def call(*args: object, **kwargs: object) -> object:
             if (torch := sys.modules.get("torch")) is not None and torch.compiler.is_compiling():
-                return function(*args, **kwargs)  # in one graph, which the switch would break
+                return function(*args, **kwargs)  # one graph, which checking the switch would break
             if not (target.active and _switch.get(self._everywhere)):
                 return function(*args, **kwargs)
             nonlocal replacement
@@ -326,7 +326,7 @@ class PatchSet:
                     traceback.clear_frames(error.__traceback__)  # frees what the replacement had allocated
                 ours = error
             with disabled():
-                result = function(*args, **kwargs)  # if it refuses this call as well, the error is the caller's
+                result = function(*args, **kwargs)  # if it refuses this call as well, the caller gets its error
             if self._is_strict():
                 raise ours
             if not isinstance(ours, SwitchedOff):
@@ -334,18 +334,18 @@ class PatchSet:
             return result
 
         wrapper = _standing_in_for(function, call)
-        vars(wrapper)["__signature__"] = target.signature  # hosts ask for it, which takes 20 µs to find
-        # `generate.__wrapped__` is known as `generate` without its `no_grad`; it stays what it was.
+        vars(wrapper)["__signature__"] = target.signature  # hosts read it, and computing it takes 20 µs
+        # User code relies on `generate.__wrapped__` being `generate` without its `no_grad`; it is not changed.
         if hasattr(function, "__wrapped__"):
             vars(wrapper)["__wrapped__"] = function.__wrapped__
         return wrapper
 
 
 def _standing_in_for(function: Callable, call: Callable) -> Callable:
-    """A function that does what `call` does and looks like `function`.
+    """Returns a function that does what `call` does and looks like `function`.
 
-    `torch.jit.script` compiles the source of the original, which it finds by `__wrapped__`, but looks its names up in
-    the globals of what it was given.
+    `torch.jit.script` compiles the source of the original, which it finds by `__wrapped__`, but looks names up in the
+    globals of the function that it is called with.
     """
 
     def wrapper(*args: object, **kwargs: object) -> object:

@@ -1,8 +1,8 @@
-"""Finding what a patch replaces, checking that it is what the patch was written for, putting and taking back.
+"""Targets of patches: finding them, checking that they fit, installing and removing replacements.
 
-An attribute of a class or module is replaced, never a class: objects made before and `isinstance` stay right. It is
-looked up without binding it, and what `vars(owner)` held is remembered, so that an inherited method does not stay
-behind as a copy.
+An attribute of a class or module is replaced, never a class: existing objects and `isinstance` stay right. It is looked
+up without binding it, and the content of `vars(owner)` is stored, so that an inherited method does not stay behind as a
+copy.
 
 Tests: tests/patching/test_patching.py, tests/patching/test_patching_conflicts.py
 """
@@ -24,13 +24,12 @@ _UNTESTED = "verified on first use, or left to the original"
 
 
 class Unmet(Exception):
-    """A patch does not fit the host; says what was wanted and what was found."""
+    """A patch does not fit the host; the message says what was wanted and what was found."""
 
 
 @dataclass
 class Target:
-    """One attribute of one owner; `before` is what the owner itself held, `function` what a call ends up in, with this
-    signature."""
+    """An attribute of an owner. before: what the owner itself held; function: what a call reaches, with `signature`."""
 
     owner: object
     attribute: str
@@ -43,63 +42,63 @@ class Target:
     active: bool = False
 
     def install(self, wrapper: Callable) -> None:
-        """Puts `wrapper` in place as the same kind of method; it is in effect once `active` is set."""
+        """Installs `wrapper` as the same kind of method; it takes effect once `active` is set."""
         setattr(wrapper, _MARK, self)
         installed = self.kind(wrapper) if self.kind else wrapper
         setattr(self.owner, self.attribute, installed)
         self.installed = installed
 
     def remove(self) -> str:
-        """Puts back what was there; or, if another library has patched on top, leaves that and returns who it is."""
+        """Restores the original; if another library has patched on top, leaves its patch and returns its name."""
         self.active = False
-        found = vars(self.owner).get(self.attribute, _ABSENT)
-        if found is self.installed:
+        current = vars(self.owner).get(self.attribute, _ABSENT)
+        if current is self.installed:
             if self.before is _ABSENT:
                 delattr(self.owner, self.attribute)
             else:
                 setattr(self.owner, self.attribute, self.before)
-        elif found is not self.before and found is not _ABSENT:
-            self.on_top = found
-            function = _function(found)
+        elif current is not self.before and current is not _ABSENT:
+            self.on_top = current
+            function = _function(current)
             return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
         self.installed = None
         return ""
 
     def is_on_top(self) -> bool:
-        """Whether the wrapper is what the owner holds, and in effect."""
+        """Whether the owner holds the wrapper, and it is in effect."""
         return self.active and vars(self.owner).get(self.attribute) is self.installed
 
     def still_buried(self) -> bool:
-        """Whether the wrapper was left under another library's patch and can be woken there instead of stacked."""
+        """Whether the wrapper is still under another library's patch, and can be activated there instead of stacked."""
         if self.installed is None:
             return False
-        found = vars(self.owner).get(self.attribute)
-        is_known = found is self.installed or (found is not None and found is self.on_top)
-        return is_known or getattr(_function(found), _MARK, None) is self
+        current = vars(self.owner).get(self.attribute)
+        is_known = current is self.installed or (current is not None and current is self.on_top)
+        return is_known or getattr(_function(current), _MARK, None) is self
 
 
 def find_target(patch: Patch, module: ModuleType) -> Target:
-    """What `patch` replaces in `module`; raises Unmet if the contract does not hold."""
+    """Returns the target of `patch` in `module`. Raises Unmet if the contract does not hold."""
     owner: object = module
     *parents, attribute = patch.path
     for name in parents:
         owner = _static_attribute(patch, owner, name)
         if not inspect.isclass(owner):
             raise Unmet(f"wanted {patch.target}, found that {name} is a {type(owner).__name__}, not a class")
-    found = _static_attribute(patch, owner, attribute)
-    kind = type(found) if isinstance(found, (staticmethod, classmethod)) else None
-    function = _function(found)
+    attribute_value = _static_attribute(patch, owner, attribute)
+    kind = type(attribute_value) if isinstance(attribute_value, (staticmethod, classmethod)) else None
+    function = _function(attribute_value)
     if not inspect.isroutine(function):
-        raise Unmet(f"wanted a function at {patch.target}, found a {type(found).__name__}")
+        raise Unmet(f"wanted a function at {patch.target}, found a {type(attribute_value).__name__}")
     if hasattr(function, _MARK):
         raise Unmet(f"wanted the original of {patch.target}, found it patched by another copy of fastgen")
     signature = _checked_signature(patch, function)
     return Target(owner, attribute, vars(owner).get(attribute, _ABSENT), kind, function, signature)
 
 
-def _function(found: object) -> object:
-    """The function inside a staticmethod or classmethod; anything else as it is."""
-    return found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
+def _function(value: object) -> object:
+    """Returns the function inside a staticmethod or classmethod, or the value itself."""
+    return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
 
 
 def _static_attribute(patch: Patch, owner: object, name: str) -> object:
@@ -116,13 +115,13 @@ def _checked_signature(patch: Patch, function: Callable) -> inspect.Signature:
     except (TypeError, ValueError) as error:
         raise Unmet(f"wanted a signature of {patch.target}, found none: {error}") from None
     if not all(signature.parameters.keys() & set(names.split("|")) for names in patch.parameters):
-        wanted, found = ", ".join(patch.parameters), ", ".join(signature.parameters)
-        raise Unmet(f"wanted the parameters ({wanted}) of {patch.target}, found ({found})")
+        wanted, actual = ", ".join(patch.parameters), ", ".join(signature.parameters)
+        raise Unmet(f"wanted the parameters ({wanted}) of {patch.target}, found ({actual})")
     return signature
 
 
 def host_version(host: str) -> str | None:
-    """The version of an imported package, or None if neither it nor its distribution tells."""
+    """Returns the version of an imported package, or None if neither it nor its distribution has one."""
     version = getattr(sys.modules.get(host), "__version__", None)
     if isinstance(version, str) and _release(version):
         return version
@@ -135,20 +134,20 @@ def host_version(host: str) -> str | None:
 
 
 def older_than(lowest: str, host: str) -> str:
-    """The versions wanted and found where the installed host is older than `lowest`; empty where it is not."""
+    """Returns the wanted and the installed version if the host is older than `lowest`; otherwise an empty string."""
     version = host_version(host)
     is_older = version is not None and _release(version) < _release(lowest)
     return f"wanted {host} {lowest} or newer, found {version}" if is_older else ""
 
 
 def upgrade_reason(lowest: str, host: str) -> str:
-    """Returns the text of `older_than` with the command that installs a newer version; empty where none is needed."""
+    """Returns the text of `older_than` with the command that installs a newer version; empty if none is needed."""
     why = older_than(lowest, host)
     return why and f"{why}: pip install '{host}>={lowest}'"
 
 
 def too_old(patch: Patch) -> str:
-    """Why the installed versions are too old for `patch`; empty where they are not."""
+    """Returns why the installed versions are too old for `patch`; empty if they are not."""
     lowest, newest = patch.tested
     if why := older_than(lowest, patch.host):
         return f"{why} (tested: {lowest} to {newest})"
@@ -156,7 +155,7 @@ def too_old(patch: Patch) -> str:
 
 
 def untested_reason(patch: Patch) -> str:
-    """Why the host's version asks for verification on first use; empty within the tested versions."""
+    """Returns why the host's version needs verification on first use; empty within the tested versions."""
     version, newest = host_version(patch.host), patch.tested[1]
     if version is None:
         return f"{patch.host} does not tell its version: {_UNTESTED}"
@@ -166,7 +165,7 @@ def untested_reason(patch: Patch) -> str:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """(5, 23) for "5.23.0.dev0+cpu": pre-releases count as the release, and 5.23 equals 5.23.0."""
+    """Returns (5, 23) for "5.23.0.dev0+cpu": pre-releases count as the release, and 5.23 equals 5.23.0."""
     match = re.match(r"v?(\d+(?:\.\d+)*)", version)
     numbers = [int(number) for number in match[1].split(".")] if match else []
     while numbers and numbers[-1] == 0:

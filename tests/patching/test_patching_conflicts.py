@@ -121,7 +121,7 @@ def test_a_mismatch_reverts_the_group_and_warns_once(host, fast):
     patch_set.arm()
     assert {state.state for state in patch_set.states()} == {"failed"}
     assert host.function(1) == 1 and host.Base().method(1) == ("original", 1)
-    with pytest.raises(ValueError, match=r"group 'typo' is not known \(known: group\)"):
+    with pytest.raises(ValueError, match=r"group is 'typo' \(accepted: group\)"):
         patch_set.fail("typo", "")
 
 

@@ -1,6 +1,6 @@
-"""What fastgen changes in fairseq, as data, and how fairseq is installed; importing this loads no torch.
+"""The patches of fairseq, as data, and how fairseq is installed; importing this module loads no torch.
 
-The replacements are imported when they are first called.
+Replacements are imported when they are first called.
 
 Tests: tests/test_package.py, tests/optimizer/fairseq/test_fairseq_installation.py
 """
@@ -10,7 +10,7 @@ from functools import partial
 
 from fastgen.patching import Patch, patch_group
 
-TESTED = ("0.12.2", "0.12.3")  # the lowest and the newest version, by `make matrix`; `generate` of newer is left to it
+TESTED = ("0.12.2", "0.12.3")  # the lowest and the newest version tested by `make matrix`; newer ones are left alone
 
 _group = partial(patch_group, "fairseq", TESTED)
 _VOCODER = "models.text_to_speech.vocoder:"
@@ -84,10 +84,10 @@ _PYTHON = ".".join(map(str, sys.version_info[:2]))
 
 
 def how_to_install() -> str:
-    """Returns one line: the commands for this version of Python, or where to read them, or which versions can.
+    """Returns one line: the commands for this version of Python, or where to read them, or which versions work.
 
-    No way installs torchaudio, which fairseq's metadata require and nothing here uses: its builds on PyPI need CUDA's
-    libraries, and next to a CPU build of torch they break the import of fairseq and of models of transformers.
+    The commands do not install torchaudio, which fairseq's metadata require and nothing here uses: its builds on PyPI
+    need CUDA's libraries; next to a CPU build of torch they break the import of fairseq and of transformers' models.
     """
     if sys.version_info >= (3, 13):
         return f"no build of it exists for Python {_PYTHON} (accepted: 3.10 to 3.12)"
@@ -98,9 +98,9 @@ def how_to_install() -> str:
 
 
 def import_hint(error: Exception) -> str:
-    """Returns one line for an error that ended the import of fairseq, if fairseq's own age explains it; else empty.
+    """Returns a hint for an error at the import of fairseq, if its age explains the error; otherwise an empty string.
 
-    fairseq 0.12.2 gives dataclasses mutable defaults, which Python refuses from 3.11 on.
+    Dataclasses of fairseq 0.12.2 have mutable defaults, which Python refuses from 3.11 on.
     """
     if "mutable default" not in str(error):
         return ""

@@ -1,8 +1,8 @@
-"""Checkpoints that fairseq wrote, through torch's safe loader.
+"""Loading of fairseq's checkpoints with torch's safe loader.
 
-Since torch 2.6 `torch.load` builds only what is on a list, and a checkpoint of fairseq holds more than tensors: at the
-least the `argparse.Namespace` of its training run. What fairseq itself writes is allowed while one of its checkpoints
-is read, and only then; anything else is refused by name. Older versions of torch neither refuse nor need any of this.
+Since torch 2.6 `torch.load` builds only objects on a list, and a checkpoint of fairseq holds more than tensors: at
+least the `argparse.Namespace` of its training run. The types that fairseq itself writes are allowed while one of its
+checkpoints is read; anything else is refused by name. Older versions of torch need none of this.
 
 Tests: tests/optimizer/fairseq/test_fairseq_checkpoints.py
 """
@@ -20,21 +20,21 @@ from typing import Any
 import numpy
 import torch
 
-# Names in the file. Each is a container of values, or makes one; none runs what it is given.
+# Names in the file. Each is a container of values, or creates one; none runs its arguments.
 ALLOWED = (
-    # The arguments of the run, which fairseq keeps for models and tasks without a dataclass.
+    # The arguments of the run, which fairseq stores for models and tasks without a dataclass.
     "argparse.Namespace",
     # The vocabulary in the task's state (HuBERT, fine-tuned wav2vec 2.0).
     "fairseq.data.dictionary.Dictionary",
-    # fairseq before 0.9 kept its meters themselves, where it keeps their numbers today.
+    # fairseq before 0.9 stored meters as objects; later versions store their numbers.
     *(f"fairseq.meters.{name}Meter" for name in ("Average", "Time", "Stopwatch")),
-    # Sums of the training metrics, such as the n-gram counts of --eval-bleu, written by numpy 1 and numpy 2. Of types
-    # those of numbers only: an array of objects stays refused.
+    # Sums of the training metrics, such as the n-gram counts of --eval-bleu, written by numpy 1 and numpy 2. Only types
+    # of numbers: an array of objects stays refused.
     "numpy.dtype",
     "numpy.ndarray",
     *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
     *(f"numpy.dtypes.{name}DType" for name in ("Bool", "Int32", "Int64", "Float16", "Float32", "Float64")),
-    # Development versions of 2020 and 2021 kept the configuration as omegaconf's objects.
+    # Development versions of 2020 and 2021 stored the configuration as omegaconf's objects.
     *(f"omegaconf.base.{name}" for name in ("ContainerMetadata", "Metadata")),
     "omegaconf.dictconfig.DictConfig",
     "omegaconf.listconfig.ListConfig",
@@ -44,12 +44,12 @@ ALLOWED = (
     "typing.Any",
 )
 
-# torch keeps one list for the whole process: a thread that is done must not take it from one that still reads.
+# torch has one list for the whole process: a thread that ends must not clear it while another one reads.
 _READING = threading.RLock()
 
 
 def load_checkpoint_to_cpu(original: Callable[..., dict], path: str, *args: Any, **kwargs: Any) -> dict:
-    """fairseq's `load_checkpoint_to_cpu`; raises UnpicklingError in one line where a file holds what is not allowed."""
+    """Replaces fairseq's `load_checkpoint_to_cpu`; raises UnpicklingError in one line for objects not in ALLOWED."""
     try:
         with allowed():
             return original(path, *args, **kwargs)
@@ -59,29 +59,29 @@ def load_checkpoint_to_cpu(original: Callable[..., dict], path: str, *args: Any,
 
 @contextmanager
 def allowed() -> Iterator[None]:
-    """Lets torch's safe loader build what is in ALLOWED; what the program itself has allowed stays so afterwards."""
-    if not hasattr(torch.serialization, "safe_globals"):  # torch 2.4 loads everything unless asked not to
+    """A context in which torch's safe loader accepts ALLOWED; what user code has allowed stays allowed afterwards."""
+    if not hasattr(torch.serialization, "safe_globals"):  # torch 2.4 loads everything by default
         yield
         return
     with _READING:
         before = set(torch.serialization.get_safe_globals())
-        with torch.serialization.safe_globals([entry for entry in _found() if entry not in before]):
+        with torch.serialization.safe_globals([entry for entry in _available() if entry not in before]):
             yield
 
 
 def refusal(path: str, error: BaseException) -> str:
-    """One line for torch's many: the file, and what it holds that fairseq does not write."""
-    found = re.search(r"GLOBAL (\S+)", str(error)) or re.search(r"but got (?:<class ')?([\w.]+)", str(error))
-    if found is None:
+    """Returns one line in place of torch's many: the file, and what it holds that fairseq does not write."""
+    match = re.search(r"GLOBAL (\S+)", str(error)) or re.search(r"but got (?:<class ')?([\w.]+)", str(error))
+    if match is None:
         return f"{path}: not a checkpoint ({' '.join(str(error).split())})"
     return (
-        f"{path}: holds {found[1]}, which fairseq does not write into checkpoints; not loaded, because making it may "
+        f"{path}: holds {match[1]}, which fairseq does not write into checkpoints; not loaded, because creating it may "
         "run code (accepted after torch.serialization.add_safe_globals, if you trust the file)"
     )
 
 
-def _found() -> list[tuple[Any, str]]:
-    """Returns the entries of ALLOWED that this installation has, with the names that files call them by."""
+def _available() -> list[tuple[Any, str]]:
+    """Returns the entries of ALLOWED that this installation has, with their names in files."""
     entries, is_old = [], numpy.__version__.startswith("1.")
     for name in ALLOWED:
         module, _, attribute = name.rpartition(".")

@@ -1,7 +1,7 @@
-"""`CallChecks` and `plan`, for one model, decide whether a call of fairseq, or a part of it, is left alone.
+"""`CallChecks`, and `plan` for one model, decide whether a call of fairseq, or a part of it, is left to the library.
 
-Each part of a call has a table of reasons, code and text and condition; fastgen does the part if none holds. To add a
-reason, add a row. The codes are explained in fastgen/reasons.py.
+Each part of a call has a table of reasons: code, text and condition. fastgen does the part if no condition holds. To
+add a reason, add a row. fastgen/reasons.py explains the codes.
 
 Tests: tests/optimizer/fairseq/test_fairseq_foreign_code.py, tests/optimizer/fairseq/test_fairseq_loop.py,
 tests/optimizer/fairseq/test_fairseq_captured_steps.py
@@ -32,15 +32,15 @@ from fastgen.optimizer.decoding.report import Reason, that_hold
 from fastgen.optimizer.decoding.user_code import KnownCode
 from fastgen.provenance import PYTHON, comes_with, packages_of
 
-# What `net_input` may call the source, the first one that it has.
+# The names that the source may have in `net_input`; the first one present counts.
 SOURCES = ("src_tokens", "source", "features")
 
-# What the ensemble is asked for by fairseq's loop, and not by fastgen's.
+# Methods of the ensemble that fairseq's loop calls, and fastgen's does not.
 METHODS = ("reorder_incremental_state", "reorder_encoder_out")
 
 KNOWN_PACKAGES = PYTHON | {"fairseq", "fastgen", "torch"}
 
-# fairseq's own code may call these; transformers adds a method to torch's modules.
+# Packages that fairseq's own code may call; transformers adds a method to torch's modules.
 _OTHERS = frozenset({
     "numpy", "apex", "xformers", "fairscale", "omegaconf", "hydra", "einops", "triton", "transformers",
 })  # fmt: skip
@@ -54,11 +54,11 @@ KNOWN = KnownCode(
 
 @dataclass
 class ModelPlan:
-    """Which modules of a model get caches of fastgen, and what is left to fairseq.
+    """The modules of a model that get caches of fastgen, and what is left to fairseq.
 
-    reasons: why there are none, if so. others: modules that keep states as in fairseq. by_input: whether the decoder
-    can be given the encoder's output with one row per input; otherwise it gets all rows. watched: whether somebody may
-    see what passes between the layers. user_code: code of the program that a step runs.
+    reasons: why no module gets one, if so. others: modules that store states as in fairseq. by_input: whether the
+    decoder accepts the encoder's output with one row per input; otherwise it gets all rows. watched: whether hooks see
+    what passes between the layers. user_code: user code that a step runs.
     """
 
     self_attention: list[MultiheadAttention] = field(default_factory=list)
@@ -70,10 +70,11 @@ class ModelPlan:
     by_input: bool = False
 
     def find_others(self, decoder: nn.Module) -> None:
-        """Notes the modules of this decoder that keep states as in fairseq."""
-        known, base = {*self.self_attention, *self.cross_attention}, FairseqIncrementalDecoder.reorder_incremental_state
-        others = [module for module in decoder.modules() if module not in known]
-        self.others = [one for one in others if getattr(type(one), base.__name__, base) is not base]
+        """Stores the modules of this decoder that keep states as in fairseq."""
+        base = FairseqIncrementalDecoder.reorder_incremental_state
+        replaced = {*self.self_attention, *self.cross_attention}
+        others = [module for module in decoder.modules() if module not in replaced]
+        self.others = [module for module in others if getattr(type(module), base.__name__, base) is not base]
 
 
 def plan(model: nn.Module, facts: ModelFacts) -> ModelPlan:
@@ -87,11 +88,11 @@ def plan(model: nn.Module, facts: ModelFacts) -> ModelPlan:
     if result.reasons:
         return result
     attentions, crosses = [layer.self_attn for layer in decoder.layers], _cross_attentions(decoder)
-    result.self_attention = [one for one in attentions if not attention_reasons(one) and one.self_attention]
-    result.cross_attention = [one for one in crosses if not attention_reasons(one) and one.encoder_decoder_attention]
+    result.self_attention = [a for a in attentions if not attention_reasons(a) and a.self_attention]
+    result.cross_attention = [a for a in crosses if not attention_reasons(a) and a.encoder_decoder_attention]
     if not (result.self_attention or result.cross_attention):
-        found = dict.fromkeys(reason for one in attentions for reason in attention_reasons(one))
-        result.reasons = [*found] or [Reason("ATTENTION", "the decoder has no self-attention")]
+        reasons = dict.fromkeys(reason for attention in attentions for reason in attention_reasons(attention))
+        result.reasons = [*reasons] or [Reason("ATTENTION", "the decoder has no self-attention")]
     result.find_others(decoder)
     result.user_code = [what for name, what in facts.foreign_classes + facts.replaced if _is_in_decoder(name)]
     result.watched = any(name is None or _is_in_decoder(name) for name, _ in facts.hooks)
@@ -107,24 +108,23 @@ def plan(model: nn.Module, facts: ModelFacts) -> ModelPlan:
 
 
 def supports_external_kv_cache(module: Any) -> bool:
-    """Whether its class, which is not fairseq's, says of itself that it takes its keys from a `DecodingState`.
+    """Whether the module's class, which is not fairseq's, declares that it takes its keys from a `DecodingState`.
 
-    The class has `supports_external_kv_cache = True`; what inherits from it says nothing. A decoder also has `layers`
-    of this kind, and reads no more of the encoder's output than to hand it on; a layer has `self_attn`, of this kind or
-    fairseq's, and fairseq's `encoder_attn` or None; a self-attention takes its keys and values from `append` of each
-    state that `has_self` of it. In a captured step the state has a `position`, which is the token's, and there are
-    `limit` keys.
+    The class itself has `supports_external_kv_cache = True`; subclasses do not inherit it. A decoder also has `layers`
+    of this kind, and only passes the encoder's output on; a layer has `self_attn`, of this kind or fairseq's, and
+    `encoder_attn`, fairseq's or None. A self-attention takes its keys and values from `append` of each state for which
+    `has_self` is true. In a captured step the state has the token's `position`, and there are `limit` keys.
     """
     return vars(type(module)).get("supports_external_kv_cache", False)
 
 
 def decoder_reasons(decoder: Any) -> list[Reason]:
-    """Why nothing inside this decoder is known; empty if its layers are fairseq's, or take their keys from us."""
+    """Returns why this decoder is not supported; empty if its layers are fairseq's, or take their keys from fastgen."""
     name, layers = type(decoder).__name__, getattr(decoder, "layers", ())
     methods = ("forward", "extract_features_scriptable", "reorder_incremental_state_scripting")
     if not isinstance(decoder, TransformerDecoderBase) and not supports_external_kv_cache(decoder):
         return [Reason("DECODER", f"decoder {name} (supported: fairseq's Transformer decoders)")]
-    if type(layers) is not nn.ModuleList:  # it would draw random numbers whenever it is looked through
+    if type(layers) is not nn.ModuleList:  # a LayerDropModuleList draws random numbers in each iteration
         return [Reason("DECODER", f"layers of the decoder in a {type(layers).__name__} (supported: ModuleList)")]
     if replaced := [method for method in methods if _is_replaced(decoder, TransformerDecoderBase, method)]:
         return [Reason("METHOD_REPLACED", f"decoder {name} has a {replaced[0]} of its own")]
@@ -137,7 +137,7 @@ def decoder_reasons(decoder: Any) -> list[Reason]:
 
 
 def attention_reasons(attention: Any) -> list[Reason]:
-    """Why this attention has to be computed by fairseq; empty if fastgen may."""
+    """Returns why fairseq must compute this attention; empty if fastgen may."""
     if type(attention) is not MultiheadAttention and not supports_external_kv_cache(attention):
         text = f"attention {type(attention).__name__} (supported: fairseq's MultiheadAttention)"
         return [Reason("ATTENTION", text)]
@@ -152,7 +152,7 @@ def attention_reasons(attention: Any) -> list[Reason]:
 
 
 def computes_whole(attention: Any) -> bool:
-    """Whether fastgen may compute this attention without an incremental state, for all positions at once."""
+    """Whether fastgen may compute this attention without an incremental state, for all positions together."""
     return not (
         attention_reasons(attention)
         or attention.skip_embed_dim_check  # pruned heads
@@ -162,8 +162,8 @@ def computes_whole(attention: Any) -> bool:
     )
 
 
-def computes_prompt_at_once(generator: SequenceGenerator, plans: list[ModelPlan]) -> bool:
-    """Whether tokens that outputs have to begin with may be computed at once; otherwise they are fed one by one."""
+def computes_prompt_in_one_pass(generator: SequenceGenerator, plans: list[ModelPlan]) -> bool:
+    """Whether tokens that outputs must begin with may be computed in one pass; otherwise they are fed one by one."""
     return (
         not generator.model.has_encoder()
         and generator.lm_model is None
@@ -174,9 +174,9 @@ def computes_prompt_at_once(generator: SequenceGenerator, plans: list[ModelPlan]
 
 
 class CallChecks:
-    """Why parts of a call are left to fairseq: a table for each part, of which no row holds if fastgen does it.
+    """The reasons why parts of a call are left to fairseq: a table for each part, of which none may hold.
 
-    max_len: None where the sample has no source. plans: of each model of the ensemble.
+    max_len: None if the sample has no source. plans: the plan of each model of the ensemble.
     """
 
     known_code = KNOWN
@@ -198,7 +198,7 @@ class CallChecks:
 
     @cached_property
     def loop(self) -> list[Reason]:
-        """Why the whole call is left to fairseq. Reads the prefixes."""
+        """The reasons why the whole call is left to fairseq. Reads the prefixes on the device."""
         generator, ensemble, search = self.generator, self.generator.model, self.generator.search
         modules = [module for facts in self.facts for module in facts.modules.values()]
         dropouts = [module for module in modules if isinstance(module, FairseqDropout)]
@@ -210,7 +210,7 @@ class CallChecks:
         is_unknown = type(ensemble) not in (EnsembleModel, EnsembleModelWithAlignment)
         cannot_constrain = self.constraints is not None and not search.supports_constraints
         is_short = self.max_len is not None and self.max_len < generator.min_len
-        # fairseq brings beams back that had ended where a prefix ends its sentence; their caches hold padding.
+        # If a prefix ends its sentence, fairseq revives beams that had ended, and whose caches hold padding.
         has_end = self.prefixes is not None and bool(self.prefixes.eq(generator.eos).any())
         reasons = that_hold(
             ("METHOD_REPLACED", "{} of the ensemble is not that of fairseq", methods),
@@ -232,7 +232,7 @@ class CallChecks:
 
     @cached_property
     def capture(self) -> list[Reason]:
-        """Why steps are not captured, as far as the models' layers tell; `graphs.can_capture` asks the rest."""
+        """The reasons in the models' layers why steps are not captured; `graphs.can_capture` adds others."""
         if len(self.plans) > 1:
             return [Reason("ENSEMBLE", f"an ensemble of {len(self.plans)} models")]
         plan, ensemble, decoder = self.plans[0], self.generator.model, self.decoder
@@ -258,7 +258,7 @@ class CallChecks:
 
 
 def _table_size(positions: Any) -> float | None:
-    """How many positions can be looked up by a number on the device, see `modules.positions`; None if none can."""
+    """Returns how many positions a number on the device can look up, see `modules.positions`; None if none."""
     if positions is None:
         return math.inf
     if type(positions) is SinusoidalPositionalEmbedding:
@@ -268,16 +268,16 @@ def _table_size(positions: Any) -> float | None:
 
 
 def _cross_attentions(decoder: Any) -> list[Any]:
-    """Returns the cross-attention of each layer that has one, whether fastgen knows it or not."""
+    """Returns the cross-attention of each layer that has one, supported or not."""
     return [layer.encoder_attn for layer in decoder.layers if layer.encoder_attn is not None]
 
 
 def _is_in_decoder(name: str) -> bool:
-    """Whether the module of this name is run in each step."""
+    """Whether the module of this name runs in each step."""
     return name.partition(".")[0] == "decoder"
 
 
 def _is_replaced(module: nn.Module, base: type, name: str) -> bool:
-    """Whether this method is another than that of `base`, or of a class that takes its keys from a `DecodingState`."""
+    """Whether a method is neither that of `base` nor of a class that takes its keys from a `DecodingState`."""
     is_other = not isinstance(module, base) or getattr(type(module), name) is not getattr(base, name)
     return name in vars(module) or (is_other and not supports_external_kv_cache(module))

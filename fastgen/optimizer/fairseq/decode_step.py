@@ -1,10 +1,10 @@
-"""What fairseq's loop asks the models in each step, and what each model remembers from one step to the next.
+"""The forwards of fairseq's loop, and the state of each model between steps.
 
     FairseqDecodeStep ──> EnsembleModel.forward_decoder ──> the models' decoders
           │                                                      │ incremental_state
           └────> DecodingState, one for each model  <────────────┘
-                     └──> KVCache: generated keys and values written in place (FastSeq §2.2), those of the prompt or
-                          of the encoder's output once per input (FastSeq §4.1.2)
+                     └──> KVCache: generated keys and values written in place (FastSeq §2.2); the prompt's or the
+                          encoder output's stored once per input (FastSeq §4.1.2)
 
 Tests: tests/optimizer/fairseq/test_fairseq_loop.py, tests/optimizer/fairseq/test_fairseq_captured_steps.py
 """
@@ -29,20 +29,20 @@ from fastgen.optimizer.decoding.user_code import is_user_code
 from fastgen.optimizer.fairseq.checks import KNOWN, CallChecks, ModelPlan
 from fastgen.patching import SwitchedOff
 
-# What a model gives for a step: log-probabilities `[rows, vocabulary]`, and weights `[rows, source_length]` or None.
+# A model's outputs of a step: log-probabilities `[rows, vocabulary]`, and weights `[rows, source_length]` or None.
 Outputs = tuple[Tensor, Tensor | None]
 
 
 class DecodingState(dict):
-    """The incremental state of one model for `inputs * rows_per_input` rows, with the layers that its plan asks for.
+    """The incremental state of one model for `inputs * rows_per_input` rows, with the layers in its plan.
 
-    To modules that fastgen does not know it is the dictionary that they expect. limit: the number of positions that a
-    row can reach. kv: a `KVCache`, while steps are captured a `StaticKVCache`. layers: the number of each attention in
-    it. mask: of the cross-attention, `[inputs, 1, 1, source_length]`; None if everything may be attended to.
-    encoder_out: what the decoder is given.
+    For modules that fastgen does not support, it is the dictionary that they expect. limit: the most positions of a
+    row. kv: a `KVCache`; while steps are captured, a `StaticKVCache`. layers: the layer number of each attention in kv.
+    mask: of cross-attention, `[inputs, 1, 1, source_length]`; None if nothing is hidden. encoder_out: the decoder's
+    view of the encoder's output.
 
-    In a captured step, beside these: self_mask, what self-attention may attend to. position: how many tokens each row
-    has, with the one that is fed, int64 `[1, 1]`.
+    In a captured step also: self_mask: the mask of self-attention. position: the number of tokens of each row,
+    including the one that is fed, int64 `[1, 1]`.
     """
 
     self_mask: Tensor | None = None
@@ -55,10 +55,10 @@ class DecodingState(dict):
         self.plan, self.rows_per_input, self.limit = plan, rows_per_input, limit
         self.kv: Any = KVCache(inputs, rows_per_input)
         self.layers: dict[MultiheadAttention, int] = {}
-        self._repeating_encoder: Any = None  # the encoder, where its output has all rows
+        self._repeating_encoder: Any = None  # the encoder, if its output has all rows
         self._padding: Tensor | None = None
         shapes = [(attention.num_heads, attention.head_dim) for attention in plan.self_attention]
-        for shape in dict.fromkeys(shapes):  # of pruned heads; layers of different shapes cannot lie in one buffer
+        for shape in dict.fromkeys(shapes):  # heads may be pruned, and layers of different shapes cannot share a buffer
             alike = [attention for attention, other in zip(plan.self_attention, shapes) if other == shape]
             self.layers |= zip(alike, self.kv.add_layers([()] * len(alike), limit))
         self._crosses = set(plan.cross_attention)
@@ -66,10 +66,10 @@ class DecodingState(dict):
         self._keys = {attention._get_full_incremental_state_key("attn_state") for attention in self.layers}
 
     def over(self, static: StaticKVCache) -> DecodingState:
-        """The state of a captured step, whose keys and values are in this static cache."""
+        """Returns the state of a captured step, whose keys and values are in this static cache."""
         state = DecodingState(self.plan, static.rows // static.rows_per_input, self.rows_per_input, static.capacity)
         state.kv = static
-        # The layers have what they need of it.
+        # The layers already hold what they need of it.
         state.encoder_out = {
             "encoder_out": [torch.empty(0, device=static.write_position.device)],
             "encoder_padding_mask": [],
@@ -88,29 +88,29 @@ class DecodingState(dict):
         return attention in self._crosses
 
     def append(self, attention: MultiheadAttention, keys: Tensor, values: Tensor) -> KV:
-        """Adds what each row has computed, `[rows, heads, length, head_dim]`; returns all keys and values of it."""
+        """Appends keys and values of each row, `[rows, heads, length, head_dim]`; returns all of the attention's."""
         layer = self.layers[attention]
         self.kv.append(layer, keys, values)
         return self.kv.read(layer)
 
     def prompt(self, attention: MultiheadAttention) -> KV | None:
-        """What is stored once per input, `[inputs, heads, length, head_dim]`; None if nothing is as yet.
+        """Returns keys and values stored once per input, `[inputs, heads, length, head_dim]`; None before `set_prompt`.
 
-        In a self-attention it is the prompt's, in a cross-attention the encoder output's.
+        In self-attention they belong to the prompt, in cross-attention to the encoder's output.
         """
         return next(iter(self.kv.prompts[self.layers[attention]]), None)
 
     def set_prompt(self, attention: MultiheadAttention, keys: Tensor, values: Tensor) -> KV:
-        """Takes keys and values `[inputs, heads, length, head_dim]`, see `prompt`."""
+        """Stores keys and values `[inputs, heads, length, head_dim]`, see `prompt`, and returns them."""
         pair = keys.contiguous(), values.contiguous()
         self.kv.prompts[self.layers[attention]] = (pair,)
         return pair
 
     def prefill(self, call: GenerateCall, decoder: Any, tokens: Tensor) -> tuple[Tensor, Any]:
-        """Returns the features of whole prompts, tokens `[inputs, length]`, whose keys and values all rows begin with.
+        """Returns the features of prompts, tokens `[inputs, length]`, and stores their keys and values for all rows.
 
-        A forward of several positions has no incremental state: `whole_attention` finds this one as a setting. If the
-        prompt is too short for sharing to pay, it is stored for each row.
+        A forward of several positions has no incremental state: `whole_attention` gets this one as a setting. A prompt
+        that is too short to gain from sharing is stored once per row.
         """
         with setting(self):
             outputs = decoder.forward(tokens, features_only=True)
@@ -122,10 +122,10 @@ class DecodingState(dict):
         return outputs
 
     def mask_sync(self, padding: Tensor, inputs: int) -> Tensor | None:
-        """Which positions of the source may be attended to, `[inputs, 1, 1, source_length]`; None if all.
+        """Returns the mask of the source, `[inputs, 1, 1, source_length]`; None if nothing is hidden.
 
-        padding: `[inputs, source_length]` or the same for each row, nonzero where there is nothing. All layers give
-        the same tensor, which is read once: attention is faster without a mask than with one that hides nothing.
+        padding: `[inputs, source_length]` or the same for each row, nonzero for padding. All layers pass the same
+        tensor, which is read once: attention is faster without a mask than with one that hides nothing.
         """
         if padding is not self._padding:
             by_input = padding[:: padding.shape[0] // inputs].bool()
@@ -133,20 +133,20 @@ class DecodingState(dict):
         return self.mask
 
     def set_encoder_out(self, encoder: Any, output: Any, row_inputs: Tensor) -> None:
-        """Takes what the encoder gave, one row per input where the decoder's attention is fastgen's, else all rows.
+        """Stores the encoder's output: one row per input if the decoder's attention is fastgen's, otherwise all rows.
 
         row_inputs: the input of each row, int64.
         """
         states = output.get("encoder_out") if isinstance(output, dict) else None
         if self.plan.by_input and isinstance(states, list) and len(states) == 1 and states[0].dim() == 3:
-            self.encoder_out = output  # the layers keep what they need of it
+            self.encoder_out = output  # the layers store what they need of it
         else:
             self._repeating_encoder, self.encoder_out = encoder, encoder.reorder_encoder_out(output, row_inputs)
 
     def reorder(self, order: Tensor, batch_index: Tensor | None) -> None:
-        """Row i becomes what row `order[i]` was; `batch_index`: the inputs that remain (int64), None if all do.
+        """Overwrites row i with row `order[i]`; batch_index: the inputs that remain (int64), None if all do.
 
-        If not all do, `DecodeStep.compact` takes care of the keys and values.
+        If some leave, `DecodeStep.compact` handles the keys and values.
         """
         if batch_index is None:
             self.kv.reorder(order)
@@ -159,11 +159,11 @@ class DecodingState(dict):
 
 
 class FairseqDecodeStep(DecodeStep):
-    """The step of all models of a generator; rows of a sentence stand next to each other.
+    """Runs all models of a generator; the rows of a sentence are adjacent.
 
-    max_len: the number of steps after the first. captures: of an ensemble of one model only. mask: of the source in
-    captured steps, `[inputs, 1, 1, source_length]`; None where nothing has to be hidden. After an error of fastgen's
-    nothing is rolled back here: fairseq makes its states anew, and `generate` puts random numbers back.
+    max_len: the number of steps after the first. captures: whether steps may be captured, with one model only. mask: of
+    the source in captured steps, `[inputs, 1, 1, source_length]`; None if nothing is hidden. After an error of fastgen
+    nothing is rolled back here: fairseq creates new states, and `generate` restores random numbers.
     """
 
     host = "fairseq"
@@ -174,7 +174,7 @@ class FairseqDecodeStep(DecodeStep):
         self.mask: Tensor | None = None
 
     def log_probs(self, tokens: Tensor) -> Outputs:
-        """What the models give for the token after tokens `[rows, length]`, which the loop may overwrite."""
+        """Returns the models' outputs for the token after tokens `[rows, length]`; the loop may overwrite them."""
         if self.runs_user_code:
             self._find_changes()
         if self.graph is None:
@@ -189,7 +189,7 @@ class FairseqDecodeStep(DecodeStep):
             return {"tokens": tokens, "temperature": temperature, **models}
         cache = view.kv
         position = torch.full((1, 1), tokens.shape[1], device=tokens.device)
-        # Without a source it is the prompt that is padded, which the cache's own mask hides.
+        # Without a source, the prompt is padded, and the cache's own mask hides the padding.
         mask = None if self.mask is None else functional.pad(self.mask, (cache.padding, 0))
         masks = {"self_mask": cache.mask(), "mask": mask}
         return {"tokens": tokens[:, -1:], "position": position, "temperature": temperature, **masks}
@@ -214,7 +214,7 @@ class FairseqDecodeStep(DecodeStep):
         crosses = state.plan.cross_attention
         pair = state.prompt(crosses[0]) if crosses else None
         self.mask, length = state.mask, 0 if pair is None else pair[0].shape[2]
-        if self.mask is None and rounded(length) > length:  # which hides nothing but padding
+        if self.mask is None and rounded(length) > length:  # without a mask, but with padding
             inputs = self.rows // self.rows_per_input
             self.mask = torch.ones((inputs, 1, 1, length), dtype=torch.bool, device=self.graphs.device)
         self.variant = self.generator.temperature, self.mask is not None
@@ -241,7 +241,7 @@ class FairseqDecodeStep(DecodeStep):
         return bool(facts.hooks or facts.user_code)
 
     def _find_changes(self) -> None:
-        """Ends captured steps if user code has changed a model; modules that it has put there may keep states."""
+        """Ends captured steps if user code has changed a model; modules that it has added may store states."""
         for model, state in zip(self.generator.model.models, self.states):
             if self.call.has_changed(model):
                 self.captures = False
@@ -251,7 +251,7 @@ class FairseqDecodeStep(DecodeStep):
                 state.plan.find_others(model.decoder)
 
     def reorder(self, order: Tensor, batch_index: Tensor | None = None) -> None:
-        """Row i becomes what row `order[i]` was; `batch_index`: the sentences that remain (int64), None if all do."""
+        """Overwrites row i with row `order[i]`; batch_index: the sentences that remain (int64), None if all do."""
         for state in self.states:
             state.reorder(order, batch_index)
         if batch_index is not None:

@@ -1,4 +1,4 @@
-"""`SequenceGenerator._generate`: fastgen's loop and caches, if they fit; and the call for `fastgen.verify`.
+"""`SequenceGenerator._generate`: runs fastgen's loop and caches if possible; and the call for `fastgen.verify`.
 
 Tests: tests/optimizer/fairseq/test_fairseq_generate.py, tests/optimizer/fairseq/test_fairseq_foreign_code.py,
 tests/optimizer/test_verify.py
@@ -75,7 +75,7 @@ def generate(
 
 @contextmanager
 def _undone(call: GenerateCall) -> Iterator[None]:
-    """Puts back the random numbers after an error of fastgen, for fairseq to begin anew; adds it to the report."""
+    """Restores the random state after an error of fastgen, so that fairseq can start again; reports the error."""
     restore = undo_of_random_numbers()
     try:
         yield
@@ -89,10 +89,10 @@ def _undone(call: GenerateCall) -> Iterator[None]:
 
 
 def source_of_sync(generator: SequenceGenerator, net_input: dict[str, Any]) -> tuple[Tensor, Tensor, int] | None:
-    """What is given to the encoder, its lengths `[inputs]`, and the largest number of tokens before an output's end.
+    """Returns the encoder's input, its lengths `[inputs]`, and the most tokens before an output's end.
 
-    Lengths count no padding, and of tokens no end of the sentence, unless the caller gives them. Reads the
-    device only if outputs are as long as their sources. None for a source of no known name.
+    Lengths do not count padding, nor the end of a sentence of tokens, unless the caller passes lengths. Reads the
+    device only with `match_source_len`. Returns None for a source with an unknown name.
     """
     name = next((name for name in SOURCES if name in net_input), None)
     if name is None:
@@ -126,7 +126,7 @@ def _describe(report: Report, plans: list[ModelPlan]) -> None:
 
 @dataclass
 class FairseqCall:
-    """`generator.generate(models, sample, **kwargs)`: hypotheses of each sentence, the best first."""
+    """A call `generator.generate(models, sample, **kwargs)`, which returns hypotheses per sentence, the best first."""
 
     generator: SequenceGenerator
     sample: dict[str, Any]
@@ -140,19 +140,19 @@ class FairseqCall:
         return sum(map(len, output))
 
     def difference(self, ours: list[list[dict[str, Any]]], theirs: list[list[dict[str, Any]]]) -> Difference | None:
-        """Returns where two outputs differ, tokens first; the scores are those of the whole hypotheses."""
+        """Returns the first difference of two outputs, in tokens or else in scores, with the hypotheses' scores."""
         if list(map(len, ours)) != list(map(len, theirs)):
             return Difference(f"{list(map(len, ours))} hypotheses instead of {list(map(len, theirs))}")
         rows = [list(chain.from_iterable(hypotheses)) for hypotheses in (ours, theirs)]
         tokens = [pad_sequence([row["tokens"] for row in each], True, ABSENT) for each in rows]
-        found = first_token_difference(tokens[0], tokens[1], 0)
-        if found is None:
+        difference = first_token_difference(tokens[0], tokens[1], 0)
+        if difference is None:
             by_step = [pad_sequence([row["positional_scores"] for row in each], True) for each in rows]
             atol = tolerance("score", by_step[0].dtype)
             steps = ((by_step[0] - by_step[1]).abs() > atol).t().nonzero()  # the earliest step first
             if not len(steps):
                 return None
             step, row = steps[0].tolist()
-            found = Difference(f"step {step} of row {row} gives other scores", step, row)
-        scores = [float(each[found.row or 0]["score"]) for each in rows]
-        return replace(found, ours=scores[0], theirs=scores[1])
+            difference = Difference(f"step {step} of row {row} gives other scores", step, row)
+        scores = [float(each[difference.row or 0]["score"]) for each in rows]
+        return replace(difference, ours=scores[0], theirs=scores[1])

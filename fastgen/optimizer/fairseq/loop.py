@@ -1,13 +1,13 @@
-"""The decoding loop for fairseq's `SequenceGenerator`: what upstream's does, with one read of the device in a step.
+"""The decoding loop for fairseq's `SequenceGenerator`: the same as upstream's, with one read of the device per step.
 
-All bookkeeping of beams stays on the device; the host reads which candidates end their sentence. What the user may have
-replaced (the search strategy, the n-gram blocker, `is_finished`, the models) is called as upstream calls it, with
-tensors of the same shapes and in the same order, so that random numbers are drawn in the same order, too. Hypotheses
-are built by fairseq's own `finalize_hypos`.
+All bookkeeping of beams stays on the device; the host reads which candidates end their sentence. Everything that users
+may replace (the search strategy, the n-gram blocker, `is_finished`, the models) is called as upstream calls it, with
+tensors of the same shapes and in the same order, so that random numbers are drawn in the same order. fairseq's own
+`finalize_hypos` builds hypotheses.
 
-The tokens that the outputs of a language model have to begin with are fed one by one by fairseq, in all rows, and
-scored. As far as every input has such a token, they are equal in all beams, and known beforehand (FastSeq §4.1.1): the
-`Prompt` is computed once per input in one pass, its keys and values are kept once per input.
+fairseq feeds and scores the tokens that outputs must begin with one by one, in all rows. The columns in which every
+input has such a token are equal in all beams, and known beforehand (FastSeq §4.1.1): this `Prompt` is computed once per
+input in one pass, and its keys and values are stored once per input.
 
 Tests: tests/optimizer/fairseq/test_fairseq_loop.py, tests/optimizer/fairseq/test_fairseq_options.py,
 tests/optimizer/fairseq/test_fairseq_generate.py
@@ -26,11 +26,11 @@ from fairseq.sequence_generator import SequenceGenerator
 from torch import Tensor
 
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.fairseq.checks import computes_prompt_at_once
+from fastgen.optimizer.fairseq.checks import computes_prompt_in_one_pass
 from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqDecodeStep
 from fastgen.provenance import comes_with
 
-# Log-probabilities of all words are needed at all positions of the prompt, but not at once.
+# Log-probabilities of all words are needed at all positions of the prompt, but not at the same time.
 MAX_ELEMENTS = 1 << 25
 
 Hypothesis = dict[str, Tensor]
@@ -38,9 +38,10 @@ Hypothesis = dict[str, Tensor]
 
 @dataclass
 class Prompt:
-    """tokens: the columns of the prefixes that were computed at once, `[inputs, length]`.
+    """The columns of the prefixes that were computed in one pass.
 
-    forced: their log-probabilities, `[inputs, length]`. last: those of all words after them, `[inputs, vocabulary]`.
+    tokens: `[inputs, length]`. forced: their log-probabilities, `[inputs, length]`. last: the log-probabilities of all
+    words after them, `[inputs, vocabulary]`.
     """
 
     tokens: Tensor
@@ -52,7 +53,7 @@ class Prompt:
         return self.tokens.shape[1]
 
     def log_probs(self, step: int, rows_per_input: int) -> Tensor:
-        """What is left of the log-probabilities of step `step`, `[rows, vocabulary]`."""
+        """Returns the log-probabilities of a step of the prompt, `[rows, vocabulary]`."""
         left = torch.full_like(self.last, -torch.inf)
         left.scatter_(1, self.tokens[:, step : step + 1], self.forced[:, step : step + 1])
         return left.repeat_interleave(rows_per_input, dim=0)
@@ -66,11 +67,11 @@ def prefill_sync(
     states: list[DecodingState],
     max_len: int,
 ) -> Prompt | None:
-    """Computes at once what all outputs begin with, and leaves its keys and values in the states of all models.
+    """Computes the first tokens of all outputs in one pass, and stores their keys and values in the models' states.
 
-    prefixes: tokens that outputs have to begin with, `[inputs, …]`. Returns None if they have to be fed by steps.
+    prefixes: tokens that outputs must begin with, `[inputs, …]`. Returns None if they must be fed one by one.
     """
-    if prefixes is None or not computes_prompt_at_once(generator, [state.plan for state in states]):
+    if prefixes is None or not computes_prompt_in_one_pass(generator, [state.plan for state in states]):
         return None
     is_word = (prefixes.ne(generator.eos) & prefixes.ne(generator.pad)).all(dim=0)
     length = int(is_word[:max_len].long().cumprod(dim=0).sum())
@@ -84,32 +85,31 @@ def prefill_sync(
     for start in range(0, length, size):
         log_probs = _log_probs(generator, outputs, slice(start, min(start + size, length)))
         forced.append(log_probs.gather(2, tokens[:, start : start + size, None]).squeeze(2))
-    known = torch.nan_to_num(torch.cat(forced, dim=1), nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    known = torch.where(tokens.eq(generator.unk), known - generator.unk_penalty, known)
-    return Prompt(tokens, known, _log_probs(generator, outputs, slice(length, length + 1))[:, -1])
+    log_probs = torch.nan_to_num(torch.cat(forced, dim=1), nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    log_probs = torch.where(tokens.eq(generator.unk), log_probs - generator.unk_penalty, log_probs)
+    return Prompt(tokens, log_probs, _log_probs(generator, outputs, slice(length, length + 1))[:, -1])
 
 
 def _log_probs(generator: SequenceGenerator, outputs: list[tuple[Tensor, Any]], positions: slice) -> Tensor:
-    """The logarithm of the mean of the models' probabilities, `[inputs, positions, vocabulary]`."""
-    found = []
+    """Returns the logarithm of the mean of the models' probabilities, `[inputs, positions, vocabulary]`."""
+    parts = []
     for model, (features, extra) in zip(generator.model.models, outputs):
         logits = model.decoder.output_layer(features[:, positions]) / generator.temperature
-        found.append(model.get_normalized_probs((logits, extra), log_probs=True, sample=None))
-    return found[0] if len(found) == 1 else torch.logsumexp(torch.stack(found), dim=0) - math.log(len(found))
+        parts.append(model.get_normalized_probs((logits, extra), log_probs=True, sample=None))
+    return parts[0] if len(parts) == 1 else torch.logsumexp(torch.stack(parts), dim=0) - math.log(len(parts))
 
 
 class Loop:
-    """One call of `SequenceGenerator._generate`: B sentences that are still being generated, with M rows (beams) each.
+    """One call of `SequenceGenerator._generate`: B unfinished sentences with M rows (beams) each.
 
-    The rows of a sentence stand next to each other. A step proposes C candidates for each sentence, the best first; of
-    these M beams go on. C is 2M where a candidate may end its sentence, so that M remain in any case.
+    The rows of a sentence are adjacent. A step proposes C candidates for each sentence, the best first, and M of them
+    continue. C is 2M, because a candidate may end its sentence, so that M remain in any case.
 
     tokens: `[rows, max_len + 2]`, the first one begins the sentence. scores: sums of log-probabilities,
-    `[rows, max_len + 1]`. ignored: which of the first M candidates count no more, because the sentence has collected so
-    many hypotheses, or because nothing was left for this place, `[B, M]`. ids: numbers of the sentences in the data
-    set. source_lengths: `[B]`. prefixes: tokens that outputs have to begin with, `[B, …]`. prompt: the columns of the
-    prefixes whose keys are in the states of `step`, if there are any. hypotheses, finished: of all sentences of the
-    batch.
+    `[rows, max_len + 1]`. ignored: which of the first M candidates no longer count, because the sentence has collected
+    so many hypotheses, or because no candidate was left for this place, `[B, M]`. ids: numbers of the sentences in the
+    data set. source_lengths: `[B]`. prefixes: tokens that outputs must begin with, `[B, …]`. prompt: the columns of the
+    prefixes whose keys are in the states of `step`, if any. hypotheses, finished: for all sentences of the batch.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Loop:
 
     def run(self) -> list[list[Hypothesis]]:
         with self.step:
-            for step in range(self.skip_prompt(), self.max_len + 1):  # one more than words, for the end of the sentence
+            for step in range(self.skip_prompt(), self.max_len + 1):  # one more for the end of the sentence
                 scores, tokens, rows = self.propose(step)
                 ended = tokens.eq(self.generator.eos) & scores.ne(-torch.inf)  # [B, C]
                 ended[:, : self.num_beams] &= ~self.ignored
@@ -147,23 +147,23 @@ class Loop:
                     break
                 if step >= self.max_len:
                     raise AssertionError(f"sentences without an end at step {step}, the last (max_len {self.max_len})")
-                self.go_on(step, scores, tokens, rows, ended, finished)
+                self.advance(step, scores, tokens, rows, ended, finished)
         return _sorted_sync(self.hypotheses)
 
     def skip_prompt(self) -> int:
-        """Writes the prompt where the search draws nothing and keeps no state; returns the first step left to do."""
+        """Writes the prompt if the search is stateless and draws nothing; returns the first remaining step."""
         prompt, generator, search = self.prompt, self.generator, self.generator.search
         is_librarys = type(search) is BeamSearch and comes_with(search.step, BeamSearch)
         if prompt is None or not is_librarys or generator.repeat_ngram_blocker is not None:
             return 0
         self.tokens[:, 1 : prompt.length + 1] = prompt.tokens.repeat_interleave(self.num_beams, dim=0)
         self.scores[:, : prompt.length] = -torch.inf
-        sums = [*accumulate(prompt.forced.unbind(1))]  # each rounded, as a search adds them up step by step
-        self.scores[:: self.num_beams, : prompt.length] = torch.stack(sums, dim=1)  # one beam is left
+        sums = [*accumulate(prompt.forced.unbind(1))]  # rounded at each step, as a search does
+        self.scores[:: self.num_beams, : prompt.length] = torch.stack(sums, dim=1)  # one beam remains
         return prompt.length
 
     def propose(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What the search proposes for the next token, the best first: scores, tokens and their rows, `[B, C]` each."""
+        """Returns the candidates for the next token, the best first: scores, tokens and rows, `[B, C]` each."""
         generator, search, (sentences, beams) = self.generator, self.generator.search, self.ignored.shape
         log_probs = self.log_probs(step, self.tokens[:, : step + 1])
         self.scores = self.scores.type_as(log_probs)
@@ -180,7 +180,7 @@ class Loop:
         return scores, tokens, parents + first_rows[:, None]
 
     def log_probs(self, step: int, written: Tensor) -> Tensor:
-        """Log-probabilities `[rows, vocabulary]` of the next token, after all rules about single tokens."""
+        """Returns log-probabilities `[rows, vocabulary]` of the next token, after all rules about single tokens."""
         generator, prompt = self.generator, self.prompt
         if prompt is not None and step < prompt.length:
             return prompt.log_probs(step, self.num_beams)
@@ -214,7 +214,7 @@ class Loop:
         return log_probs
 
     def collect(self, step: int, scores: Tensor, rows: Tensor, ended: Tensor) -> list[int]:
-        """Adds the hypotheses that end; returns the batch index of each sentence that is finished by it."""
+        """Adds hypotheses that end, and returns the batch index of each sentence that they finish."""
         flags, candidates = _flags_sync(ended[:, : self.num_beams]), scores.shape[1]
         chosen = [row * candidates + column for row, one in enumerate(flags) for column, ends in enumerate(one) if ends]
         if not chosen:
@@ -234,10 +234,10 @@ class Loop:
             self.max_len,
         )
 
-    def go_on(
+    def advance(
         self, step: int, scores: Tensor, tokens: Tensor, rows: Tensor, ended: Tensor, finished: list[int]
     ) -> None:
-        """Drops finished sentences, and makes the best candidates that do not end the rows of the next step."""
+        """Drops finished sentences, and continues with the best candidates that do not end."""
         search, batch_index = self.generator.search, None
         if finished:
             remaining = [row for row in range(len(self.ignored)) if row not in finished]
@@ -267,7 +267,7 @@ class Loop:
 
 
 def _sorted_sync(hypotheses: list[list[Hypothesis]]) -> list[list[Hypothesis]]:
-    """The hypotheses of each sentence, the best first; reads all scores at once."""
+    """Sorts the hypotheses of each sentence, the best first; reads all scores with one copy."""
     scores = [hypothesis["score"] for sentence in hypotheses for hypothesis in sentence]
     remaining = iter(torch.stack(scores).tolist() if scores else ())
     orders = [torch.tensor([next(remaining) for _ in sentence]).sort(descending=True)[1] for sentence in hypotheses]
@@ -279,16 +279,16 @@ def _flags_sync(flags: Tensor) -> list[list[bool]]:
 
 
 def _on_device(values: list[int], device: torch.device) -> Tensor:
-    """Numbers of the host (int64) for the device, without waiting for it."""
+    """Copies numbers of the host (int64) to the device, without waiting for it."""
     numbers: Any = torch.tensor(values, dtype=torch.int64)
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
 class StepHistory:
-    """Values `[rows, width]` of up to `steps` steps, for at most `rows` rows, which change places.
+    """The values `[rows, width]` of up to `steps` steps, for rows that change places.
 
-    What was written is never moved. A table of ancestors is moved instead: the value that belongs to row i at step s
-    lies in row `ancestors[i, s]` of step s.
+    Values are never moved. A table of ancestors is reordered instead: the value of row i at step s is in row
+    `ancestors[i, s]` of step s.
     """
 
     def __init__(self, steps: int, values: Tensor, dtype: torch.dtype) -> None:
@@ -299,18 +299,18 @@ class StepHistory:
         self.written = 0
 
     def write(self, step: int, values: Tensor) -> None:
-        """Values `[rows, width]` of the rows as they lie at this step."""
+        """Stores values `[rows, width]` in the present order of rows."""
         rows = values.shape[0]
         self.values[step, :rows] = values
         self.ancestors[:, step] = self.rows[:rows]
         self.written = step + 1
 
     def reorder(self, order: Tensor) -> None:
-        """Makes row i what row `order[i]` (int64) was; there may be fewer rows than before."""
+        """Overwrites row i with row `order[i]` (int64); there may be fewer rows than before."""
         self.ancestors = self.ancestors.index_select(0, order)
 
     def index_select(self, dim: int, rows: Tensor) -> Tensor:
-        """Returns the written steps of these rows (int64), as a tensor `[rows, width, steps]` would in dimension 0."""
+        """Returns the steps of these rows (int64), like `index_select` of a tensor `[rows, width, steps]`."""
         ancestors = self.ancestors.index_select(dim, rows)[:, : self.written].t()  # [steps, rows]
         steps = torch.arange(self.written, device=rows.device).unsqueeze(1)
         return self.values[steps, ancestors].permute(1, 2, 0).contiguous()

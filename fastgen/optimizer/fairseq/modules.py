@@ -1,14 +1,14 @@
 """Forwards of fairseq's modules while fastgen generates: caches written in place, nothing read on the host.
 
-- `MultiheadAttention.forward`: beams folded, attention fused. The state of a generation comes with the call, as
-  fairseq's incremental state; a call without one is left to fairseq, except for that of an encoder inside a generation:
-  torch does that in one function, in which products with large weights cannot be replaced by faster ones.
-- `TransformerDecoderBase.extract_features_scriptable` asks in every step whether a token is padding, which waits for
-  the device. What a generation has written is none, except in rows that can win no more: see `self_attention`.
+- `MultiheadAttention.forward`: beams folded, attention fused. The call passes the state of a generation as fairseq's
+  incremental state. A call without one is left to fairseq, except an encoder's inside a generation: torch computes that
+  in one function, in which products with large weights cannot be replaced by faster ones.
+- `TransformerDecoderBase.extract_features_scriptable` checks in every step whether a token is padding, which waits for
+  the device. Generated tokens are not, except in rows that cannot win any more: see `self_attention`.
 - Positional embeddings take the position from the shape of the tokens; in a captured step it is a number on the device.
 - `NGramRepeatBlock.forward` compares, on a CPU, with the end of the padded buffer instead of the last tokens, and bans
   nothing; the op does on every device what fairseq's CUDA kernel does.
-- HiFi-GAN vocoders, for spectrograms and, as `CodeGenerator`, for units, are those of `optimizer/vocoder.py`.
+- HiFi-GAN vocoders, for spectrograms and, as `CodeGenerator`, for units, run through `optimizer/vocoder.py`.
 
 Tests: tests/optimizer/fairseq/test_fairseq_loop.py, tests/optimizer/fairseq/test_fairseq_captured_steps.py,
 tests/optimizer/fairseq/test_fairseq_ngrams.py, tests/optimizer/vocoder/test_vocoders.py
@@ -69,9 +69,9 @@ def multihead_attention(
 
 
 def self_attention(attention: Any, query: Tensor, state: DecodingState) -> Tensor:
-    """Self-attention of the rows to what each has generated; query and result `[length, rows, embed_dim]`.
+    """Computes self-attention of each row to its generated tokens; query and result `[length, rows, embed_dim]`.
 
-    Padding needs no mask: only rows that can win no more (their score is minus infinity) hold any.
+    Padding needs no mask: only rows that cannot win any more (with a score of minus infinity) contain any.
     """
     layer, scale, mask = state.layers[attention], attention.scaling, state.self_mask
     queries, keys, values = (
@@ -88,11 +88,10 @@ def self_attention(attention: Any, query: Tensor, state: DecodingState) -> Tenso
 def cross_attention(
     attention: Any, query: Tensor, key: Tensor, padding: Tensor | None, state: DecodingState, need_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of the rows to their input, the rows of an input folded into the query length of one product.
+    """Computes attention of the rows to their input, whose rows are folded into the query length of one product.
 
-    key: the encoder's output `[source_length, inputs, …]`, or of as many rows as there are queries, which only the
-    first step reads. query and result `[length, rows, embed_dim]`; weights, if asked for, `[heads, rows, length,
-    source_length]`.
+    key: the encoder's output `[source_length, inputs, …]`, or with as many rows as queries; only the first step reads
+    it. query and result `[length, rows, embed_dim]`; weights, if needed, `[heads, rows, length, source_length]`.
     """
     stored = state.prompt(attention)
     if stored is None:
@@ -126,9 +125,9 @@ def whole_attention(
     key_padding_mask: Tensor | None,
     attn_mask: Tensor | None,
 ) -> Tensor:
-    """Returns what `functional.multi_head_attention_forward` does without weights, `[length, rows, embed_dim]`.
+    """Returns what `functional.multi_head_attention_forward` returns without weights, `[length, rows, embed_dim]`.
 
-    In `DecodingState.prefill` that state takes keys and values of its self-attention.
+    Inside `DecodingState.prefill` the state stores keys and values of its self-attention.
     """
     is_self = key is query and value is query
     query = query.contiguous()  # the first layer gets a transposed view, which three products would copy
@@ -147,7 +146,7 @@ def whole_attention(
 
 
 def _whole_mask(padding: Tensor | None, attn_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """One mask that broadcasts to `[rows, heads, length, source_length]`, from fairseq's two."""
+    """Merges fairseq's two masks into one that broadcasts to `[rows, heads, length, source_length]`."""
     hidden = None if padding is None else padding.bool()[:, None, None, :]
     if attn_mask is None:
         return None if hidden is None else ~hidden
@@ -158,24 +157,24 @@ def _whole_mask(padding: Tensor | None, attn_mask: Tensor | None, dtype: torch.d
 
 
 def _project(projection: Any, rows: Tensor) -> Tensor:
-    """The product alone, as torch's function has it: hooks of a projection are not called there either."""
+    """Computes the product alone, like torch's function, which does not call hooks of projections either."""
     if has_faster_forward(projection):
         return projection.forward(rows)
     return functional.linear(rows, projection.weight, projection.bias)
 
 
 def _split_heads(attention: Any, rows: Tensor) -> Tensor:
-    """`[length, rows, embed_dim]` to `[rows, heads, length, head_dim]`, a view."""
+    """Returns `[length, rows, embed_dim]` as a view `[rows, heads, length, head_dim]`."""
     return rows.view(*rows.shape[:2], attention.num_heads, -1).permute(1, 2, 0, 3)
 
 
 def _join_heads(attended: Tensor) -> Tensor:
-    """`[rows, heads, length, head_dim]` to `[length, rows, embed_dim]`."""
+    """Joins heads: `[rows, heads, length, head_dim]` to `[length, rows, embed_dim]`."""
     return attended.permute(2, 0, 1, 3).flatten(2)
 
 
 class Written(Tensor):
-    """Tokens of which none is padding: whether one equals it is known without reading them."""
+    """Tokens without padding: comparing them with it needs no read of the device."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -206,7 +205,7 @@ def extract_features(
 def positions(
     original: Callable, self: Any, input: Tensor, incremental_state: Any = None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Returns embeddings of positions; in a captured step that of the fed token, for all rows: `[1, 1, embed_dim]`."""
+    """Returns embeddings of positions; in a captured step the fed token's for all rows, `[1, 1, embed_dim]`."""
     if not isinstance(incremental_state, DecodingState) or incremental_state.position is None:
         return original(self, input, incremental_state, *args, **kwargs)
     table = self.weights if isinstance(self, SinusoidalPositionalEmbedding) else self.weight
@@ -218,7 +217,7 @@ def no_repeat_ngram(
 ) -> Tensor:
     """Writes -inf into `lprobs`, `[bsz * beam_size, vocabulary_size]`, and returns them.
 
-    tokens: `[bsz * beam_size, max_len + 2]`, of which the first `step + 1` are generated, the rest padding.
+    tokens: `[bsz * beam_size, max_len + 2]`; the first `step + 1` columns are generated, the rest is padding.
     """
     if reasons := _ngram_reasons(self, tokens, lprobs, bsz * beam_size, step):
         add_reasons(NGRAMS, reasons)
@@ -228,7 +227,7 @@ def no_repeat_ngram(
 
 
 def _ngram_reasons(blocker: Any, tokens: Tensor, lprobs: Tensor, rows: int, step: int) -> list[Reason]:
-    """Why n-grams are left to fairseq."""
+    """Returns why n-grams are left to fairseq; empty if they are not."""
     if blocker.no_repeat_ngram_size < 1:
         return [Reason("NGRAM_SIZE", f"no_repeat_ngram_size is {blocker.no_repeat_ngram_size} (supported: 1 or more)")]
     if not (tokens.shape[0] == rows == lprobs.shape[0] and 0 <= step < tokens.shape[1]):
@@ -238,12 +237,12 @@ def _ngram_reasons(blocker: Any, tokens: Tensor, lprobs: Tensor, rows: int, step
 
 
 def vocode(original: Callable, self: Any, x: Tensor) -> Tensor:
-    """Runs a HiFi-GAN generator: states `[batch, channels, frames]` become a waveform `[batch, 1, samples]`."""
+    """Runs a HiFi-GAN generator: states `[batch, channels, frames]` to a waveform `[batch, 1, samples]`."""
     return faster_waveform(partial(original, self, x), self, x)
 
 
 def vocode_without_gradients(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Runs a vocoder without recording gradients, which its waveform has not; one that was altered runs as it is."""
+    """Runs a vocoder without recording gradients, since its waveform has none; a modified vocoder runs unchanged."""
     if facts_of(self.model, KNOWN).altered:
         return original(self, *args, **kwargs)
     with torch.no_grad():

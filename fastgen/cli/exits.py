@@ -1,8 +1,8 @@
-"""How a command ends: exit statuses, and the signals that ask for an end.
+"""The end of a command: exit statuses, and the signals that request it.
 
 On Ctrl-C or SIGTERM a run finishes its batch in flight, and ends in time whatever it is doing. Python raises
-KeyboardInterrupt between two of its instructions: a command that is inside one long call, or whose library swallows the
-exception (a bare `except` around an optional import), would go on for as long as it likes.
+KeyboardInterrupt between two of its instructions: without a deadline, a command inside one long call, or whose library
+swallows the exception (a bare `except` around an optional import), might never end.
 
 Tests: tests/cli/transformers/test_flags.py, tests/cli/transformers/test_ends.py,
 tests/cli/fairseq/test_cli_fairseq_ends.py
@@ -24,40 +24,40 @@ from fastgen.batch.errors import Stop
 
 FAILED = 1
 UNUSABLE = 2
-# 128 and the number of a signal, as a shell has it of a program that the signal kills.
+# 128 plus the number of a signal, like a shell's status of a program that the signal has killed.
 INTERRUPTED = 130  # SIGINT, which is Ctrl-C
 READER_GONE = 141  # SIGPIPE
 TERMINATED = 143  # SIGTERM
 
 SECONDS_TO_END = 1.5
-# What asks a run to end, and the exit status then. They may reach every process of a group.
+# The signals that request an end, and the exit status then. They may reach every process of a group.
 SIGNALS: dict[int, int] = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
 NOTICE = b"\nfinishing the batch in flight; a second Ctrl-C or SIGTERM stops at once\n"
 
 
 @dataclass
 class Signals(Stop):
-    """How often Ctrl-C or SIGTERM asked the run to end, and the exit status that the last one has."""
+    """The number of requests to end, by Ctrl-C or SIGTERM, and the exit status of the last one."""
 
     status: int = INTERRUPTED
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """A signal handler: notes the first request while `finishing`, raises KeyboardInterrupt otherwise."""
+        """Handles a signal: counts the first request while `finishing`, raises KeyboardInterrupt otherwise."""
         self.requests += 1
         self.status = SIGNALS[number]
         if self.requests > 1 or not self.finishing:
             raise KeyboardInterrupt
-        with suppress(OSError):  # nobody may read it
+        with suppress(OSError):  # the pipe may be closed
             os.write(sys.stderr.fileno(), NOTICE)  # print could be in the middle of printing
 
 
 @contextmanager
 def stoppable(*numbers: int) -> Iterator[Signals]:
-    """While `finishing`, the first of these signals is only noted; others interrupt.
+    """A context that handles these signals: while `finishing`, the first one is only counted; others interrupt.
 
-    If the process still runs SECONDS_TO_END after one for which it has no patience, it ends with its children and the
-    signal's status. A signal that is ignored stays so: nohup and shells ask for that. Outside of the main thread, which
-    alone receives signals, nothing is handled.
+    If the process still runs SECONDS_TO_END after an interrupting signal, it is ended with its children and the
+    signal's status. Ignored signals stay ignored, for nohup and shells. Outside the main thread, which alone receives
+    signals, nothing is handled.
     """
     stop = Signals()
     if threading.current_thread() is not threading.main_thread():
@@ -77,7 +77,7 @@ def stoppable(*numbers: int) -> Iterator[Signals]:
         ended.set()
         raise
     finally:
-        # After KeyboardInterrupt the clock goes on: leaving the program can hang as well.
+        # After KeyboardInterrupt the deadline still applies: leaving the program can hang as well.
         signal.set_wakeup_fd(wakeup)
         os.close(write)
         for number, handler in before.items():

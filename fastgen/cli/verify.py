@@ -1,4 +1,5 @@
-"""`python -m fastgen verify MODEL INPUT`: a model of transformers without fastgen and with it, on lines of text.
+"""`python -m fastgen verify MODEL INPUT`: compares a model of transformers without fastgen and with it on text lines.
+
 Tests: tests/cli/test_verify_command.py
 """
 
@@ -23,19 +24,19 @@ _MAX_NEW_TOKENS = 32
 
 
 def main(argv: list[str]) -> int:
-    """0 if the outputs are equal, 1 if they differ; argparse exits with 2 for arguments that are not accepted."""
+    """Returns 0 if the outputs are equal, 1 if they differ; argparse exits with 2 for arguments not accepted."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     try:
-        found = _verify(args, rest)
-    except (InputError, ValueError) as error:  # generate's are about a setting
+        verification = _verify(args, rest)
+    except (InputError, ValueError) as error:  # generate raises ValueError for a setting
         parser.error(str(error))
-    print(json.dumps(found.as_dict()) if args.json else found)
-    return 0 if found.equal else 1
+    print(json.dumps(verification.as_dict()) if args.json else verification)
+    return 0 if verification.equal else 1
 
 
 def _as_flag(name: str, value: object = None) -> str:
-    """Returns a setting as it is written here, where each has a flag of its own."""
+    """Returns a setting in the form of this command's flags."""
     return f"--{name}" if value is None else f"--{name} {value}"
 
 
@@ -58,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _verify(args: argparse.Namespace, words: list[str]) -> Verification:
-    """The lines as the command would load, tokenize and batch them. words: --SETTING VALUE and so on."""
+    """Verifies the lines, loaded, tokenized and batched as by the command. words: --SETTING VALUE and so on."""
     from transformers import AutoConfig
 
     import fastgen

@@ -1,4 +1,4 @@
-"""Models that no host library has, one folder each; a host learns of them as soon as it is imported.
+"""Models that no host library has, one folder each; they are registered with a host after its import.
 
 Tests: tests/models/test_registration.py
 """
@@ -15,8 +15,8 @@ from fastgen.patching.target import older_than
 
 LOWEST = {"transformers": "5.0.0"}  # older versions are left alone
 
-# For each module of a host, those of ours that add their models to it when they are imported. They are small: what a
-# model needs to run is imported when one is made.
+# For each module of a host, the modules of fastgen whose import registers models with it. They are small: the code of a
+# model is imported when one is created.
 REGISTRATIONS: dict[str, tuple[str, ...]] = {
     "transformers.models.auto.configuration_auto": (
         "fastgen.models.mqa.configuration",
@@ -32,10 +32,9 @@ REGISTRATIONS: dict[str, tuple[str, ...]] = {
 
 
 def register() -> None:
-    """Adds the models to the hosts that are imported, and to the others when they are.
+    """Registers the models with the hosts that are imported, and with the others after their import.
 
-    Not to fairseq under FASTGEN_DISABLE=1: names there may be those of a program's own `--user-dir`, for which a patch
-    makes room.
+    Not with fairseq under FASTGEN_DISABLE=1: a user's `--user-dir` may define the same names, which needs a patch.
     """
     for host in REGISTRATIONS:
         if CONFIG.disable and host.startswith("fairseq."):

@@ -1,6 +1,6 @@
 """The name under which models of transformers take and return their KV cache: `cache` since 5.24.
 
-Before, it was `past_key_values`, and `cache_params` in Mamba; newer versions still take these and warn.
+Before, it was `past_key_values`, and `cache_params` in Mamba; newer versions accept these with a warning.
 Tests: tests/models/test_cache_names.py
 """
 
@@ -15,12 +15,12 @@ from transformers.generation import utils
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
-# The library's own.
+# The library's name.
 CACHE = "cache" if "cache" in utils.ALL_CACHE_NAMES else "past_key_values"
 
 
 def named_cache(forward: Callable) -> Callable:
-    """A forward whose argument `cache` may be called `past_key_values`, too; its signature has the library's name."""
+    """Wraps a forward so that `cache` may also be called `past_key_values`; the signature has the library's name."""
 
     @functools.wraps(forward)
     def renamed(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first asked for.
+"""Names of a package that are imported on first access.
 
 Tests: tests/models/test_registration.py
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def lazy_names(package: str, modules: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
-    """A `__getattr__` for `package`: for each of its modules, the names that come from there."""
+    """Returns a `__getattr__` for `package`. modules: for each module of the package, the names that it defines."""
     homes = {name: f"{package}.{module}" for module, names in modules.items() for name in names}
 
     def get(name: str) -> Any:

@@ -1,8 +1,8 @@
-"""The streams of ProphetNet (Qi et al., 2020, §2.2): a main stream, and streams that predict. Knows no host.
+"""The streams of ProphetNet (Qi et al., 2020, §2.2): a main stream, and predict streams. Knows no host.
 
-Every position of the main stream sees the main stream up to itself. The predict stream n, which is to tell the n-th
-token from here, sees the main stream without its last n - 1 positions, and itself at its own position: one number
-beside the main stream's scores, so that nothing is appended to the keys.
+Every position of the main stream sees the main stream up to itself. Predict stream n, which predicts the n-th next
+token, sees the main stream without its last n - 1 positions, and itself at its own position. That is one number in
+addition to the main stream's scores, so nothing is appended to the keys.
 
 Tests: tests/models/prophetnet/test_prophetnet.py, tests/optimizer/transformers/test_prophetnet.py
 """
@@ -20,10 +20,10 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Streams:
-    """What all layers of a forward have in common, of `L` queries (all positions of a stream, then the next stream).
+    """The common inputs of all layers of a forward, for `L` queries (all positions of a stream, then the next stream).
 
-    buckets: int64 `[L, S + 1]`, of the distance to each of `S` keys of the main stream, and last to the query's own.
-    bias: `[L, S + 1]`, 0 or -inf, added to scores. length: positions of a stream.
+    buckets: int64 `[L, S + 1]`, the buckets of the distances to `S` keys of the main stream and to the query's own key.
+    bias: `[L, S + 1]`, 0 or -inf, added to scores. length: the number of positions of a stream.
     """
 
     buckets: Tensor
@@ -34,9 +34,9 @@ class Streams:
 def make_streams(
     position: Tensor, keys: int, predict: int, num_buckets: int, max_distance: int, like: Tensor
 ) -> Streams:
-    """Makes the main stream and `predict` others at these positions, int64 `[T, 1]` from 0; of the type of `like`.
+    """Returns the main stream and `predict` others at positions int64 `[T, 1]` from 0, with the dtype of `like`.
 
-    Keys behind a position, up to `keys`, are not seen.
+    Keys after a position, up to `keys`, are hidden.
     """
     length = len(position)
     key = torch.arange(keys, device=like.device)[None]
@@ -52,9 +52,9 @@ def make_streams(
 
 
 def bucket_of(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
-    """The bucket of each distance from a query to a key before it (0 or less): exact for near ones, else logarithmic.
+    """Returns the bucket of each distance from a query to an earlier key (0 or less): exact if near, else logarithmic.
 
-    As in T5 for one direction; distances of `max_distance` or more share the last bucket.
+    It is T5's formula for one direction; distances of `max_distance` or more share the last bucket.
     """
     back, exact = (-distance).clamp(min=0), num_buckets // 2
     far = torch.log(back.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (num_buckets - exact)
@@ -64,9 +64,10 @@ def bucket_of(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, bias: Tensor, dropout: Any = None
 ) -> Tensor:
-    """Attention of the queries of all streams `[B, H, L, D]`, which are scaled, to the main stream and to themselves.
+    """Computes attention of all streams to the main stream and to themselves.
 
-    key, value: their own. keys, values: of the main stream `[B, H, S, D]`. bias: added to scores, `[…, L, S + 1]`.
+    query: scaled, `[B, H, L, D]`; key, value: the queries' own. keys, values: of the main stream, `[B, H, S, D]`. bias:
+    added to scores, `[…, L, S + 1]`.
     """
     own = (query * key).sum(-1, keepdim=True)
     scores = torch.cat([query @ keys.transpose(2, 3), own], dim=-1) + bias

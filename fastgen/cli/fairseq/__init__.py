@@ -1,1 +1,7 @@
-"""The fairseq commands: command.py ends them, args.py reads flags, pipeline.py generates, printer.py writes lines."""
+"""The fairseq commands.
+
+command.py    starts and ends them
+args.py       parses flags
+pipeline.py   generates
+printer.py    turns hypotheses into lines
+"""

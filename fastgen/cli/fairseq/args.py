@@ -1,7 +1,7 @@
-"""The flags of the fairseq commands, and what is wrong with them.
+"""The flags of the fairseq commands, and messages about mistakes in them.
 
-DATA and --path are not looked at beforehand, for only fairseq's tasks and loaders know what they make of them: an error
-that they have caused gets the name of the argument.
+DATA and --path are not checked beforehand, because only fairseq's tasks and loaders know what they accept: errors that
+they cause get the name of the argument.
 
 Tests: tests/cli/fairseq/test_cli_fairseq_mistakes.py, tests/cli/fairseq/test_cli_fairseq_eval_lm.py
 """
@@ -31,7 +31,7 @@ from fastgen.cli.fairseq import pipeline
 from fastgen.cli.fairseq.command import add_flags, say
 from fastgen.optimizer.fairseq.checkpoints import allowed, refusal
 
-MOST_WORKERS = 8  # unless told otherwise: one that is not needed sleeps, and costs a fork
+MOST_WORKERS = 8  # by default: a superfluous one sleeps, and costs a fork
 LARGEST_POOL = 256
 IN_ANY_CASE = ("decode_hypothesis", "use_el_attn")  # flags of FastSeq
 READS_CHECKPOINTS = checkpoint_utils.load_checkpoint_to_cpu.__name__  # fairseq's function, and its replacement
@@ -39,9 +39,9 @@ NO_MODEL = "Model file not found: "
 
 
 def generate() -> None:
-    """Parses sys.argv, looks for mistakes in it, and generates."""
+    """Parses and checks sys.argv, and generates."""
     parser = options.get_generation_parser()
-    # fairseq-generate has this flag besides those of its parser, for tasks that ask for the arguments of a model.
+    # fairseq-generate has this flag in addition to its parser's, for tasks that need the arguments of a model.
     parser.add_argument("--arch", "-a", metavar="ARCH", default="wav2vec2", help="model architecture, for some tasks")
     group = add_flags(parser)
     group.add_argument(
@@ -75,12 +75,12 @@ def evaluate_language_model() -> None:
 
 
 def evaluate(cfg: Any, no_fastgen: bool, **unused: Any) -> None:
-    """Evaluates in one process. The processes that fairseq starts find it here, and import fastgen for it."""
+    """Evaluates in one process. The processes that fairseq starts import it from here, and fastgen with it."""
     run(cfg, no_fastgen, eval_lm.main)
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Returns what fairseq's command reads in sys.argv; raises InputError if --path, or the folder DATA, is missing."""
+    """Returns fairseq's arguments in sys.argv. Raises InputError if --path or the folder DATA is missing."""
     args = options.parse_args_and_arch(parser)
     if args.path is None:
         raise InputError("--path is missing (accepted: the file of a checkpoint)")
@@ -91,8 +91,8 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace, workers: int, no_fastgen: bool) -> None:
-    """Raises InputError where fairseq-generate would stop with an assertion or a traceback, or do something else."""
-    # Other tasks than translations have no languages, and moses takes English.
+    """Raises InputError if fairseq-generate would stop with an assertion or a traceback, or ignore a flag."""
+    # Tasks other than translation have no languages, and moses takes English.
     languages = [vars(args).get(f"{side}_lang", "en") for side in ("source", "target")]
     shard, shards = f"--shard-id {args.shard_id}", args.num_shards
     ignored = f"--num-shards {shards} is ignored by fairseq's own command (accepted: without --no-fastgen)"
@@ -113,7 +113,7 @@ def check(args: argparse.Namespace, workers: int, no_fastgen: bool) -> None:
 
 
 def run(cfg: Any, no_fastgen: bool, main: Callable[[Any], Any]) -> None:
-    """Calls `main`, unpatched if so asked; raises InputError for errors of fairseq that it explains."""
+    """Calls `main`, unpatched with no_fastgen. Raises InputError for errors of fairseq that can be explained."""
     try:
         with fastgen.disabled() if no_fastgen else nullcontext(), allowed() if no_fastgen else nullcontext():
             main(cfg)
@@ -126,7 +126,7 @@ def run(cfg: Any, no_fastgen: bool, main: Callable[[Any], Any]) -> None:
 
 
 def explain(cfg: Any, error: Exception) -> str | None:
-    """Returns what is wrong with DATA, --path or --lm-path, if that is what an error of fairseq is about."""
+    """Returns what is wrong with DATA, --path or --lm-path if that has caused an error of fairseq, otherwise None."""
     message, data, results_path = str(error), getattr(cfg.task, "data", None), cfg.common_eval.results_path
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for path in [frame.f_locals["path"] for frame in frames if frame.f_code.co_name == READS_CHECKPOINTS][:1]:
@@ -148,6 +148,6 @@ def explain(cfg: Any, error: Exception) -> str | None:
 
 
 def _flag(cfg: Any, path: str) -> str:
-    """Returns the flag that names a checkpoint; "" for files that a model reads besides."""
+    """Returns the flag that names a checkpoint; "" for other files that a model reads."""
     paths = {"--path ": cfg.common_eval.path, "--lm-path ": cfg.generation.lm_path}
     return next((flag for flag, value in paths.items() if value and path in value), "")

@@ -1,4 +1,4 @@
-"""The commands fastgen-generate-for-fairseq and fastgen-eval-lm-for-fairseq: how they begin, and how they end.
+"""The start and the end of the commands fastgen-generate-for-fairseq and fastgen-eval-lm-for-fairseq.
 
 Tests: tests/cli/fairseq/test_cli_fairseq_ends.py
 """
@@ -29,24 +29,25 @@ FOR_SCORES_OF_TRAINING = {"sklearn", "sklearn.metrics", "scipy.stats"}
 
 
 def run(prog: str, what: str, argv: list[str] | None = None) -> int:
-    """Calls a function of args.py with `argv` as the program's arguments; expected errors are one line each.
+    """Calls a function of args.py with `argv` as the program's arguments, and returns the exit status.
 
-    0 done, 1 failed on the way, 2 a flag, file or model cannot be used, 130 interrupted, 141 nobody reads any more.
+    0 done, 1 failed, 2 a flag, file or model cannot be used, 130 interrupted, 141 the reader of the output is gone.
+    Expected errors are one line on stderr.
     """
     set_openmp_variables()
     before = sys.argv
-    # fairseq looks for --user-dir in sys.argv, whatever arguments its parser is given.
+    # fairseq reads --user-dir from sys.argv, whatever arguments its parser gets.
     sys.argv = [prog, *(before[1:] if argv is None else argv)]
     try:
-        # --version comes before fairseq, which takes seconds, or is what is broken.
+        # --version is handled before the import of fairseq, which takes seconds and may fail.
         add_flags(parser := argparse.ArgumentParser(add_help=False, allow_abbrev=False))
         parser.parse_known_args()
-        fastgen.enable()  # not `enabled()`, which would win over a caller's `disabled()`
+        fastgen.enable()  # not `enabled()`, which would override a caller's `disabled()`
         with stoppable(signal.SIGINT):
             getattr(_import("fastgen.cli.fairseq.args", is_program=argv is None), what)()
             sys.stdout.flush()
     except BrokenPipeError:
-        # What is left in the buffer cannot be written: the interpreter must not try again when it ends.
+        # The rest of the buffer cannot be written: the interpreter must not try again at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
     except (InputError, RunError, OSError, pickle.UnpicklingError) as error:
@@ -62,10 +63,11 @@ def run(prog: str, what: str, argv: list[str] | None = None) -> int:
 
 
 def _import(module: str, is_program: bool) -> ModuleType:
-    """A module that imports fairseq; raises InputError with what to install where Python cannot import that.
+    """Imports and returns a module that imports fairseq. Raises InputError with what to install if that fails.
 
-    Nothing that an import makes is garbage: looking for it takes a quarter of its time, and in a program, later, half a
-    second of a run of ten. A whole one are scikit-learn and scipy.stats, which fairseq imports for scores of training.
+    Garbage collection is off meanwhile: imports create no garbage, but looking for it takes a quarter of their time.
+    is_program: whether later collections skip the imported objects, which would take half a second of a run of ten.
+    scikit-learn and scipy.stats, which fairseq imports for metrics of training, take a whole second, and are deferred.
     """
     if find_spec("fairseq") is None:
         raise InputError(f"needs the package fairseq: {how_to_install()}")
@@ -88,7 +90,7 @@ def _import(module: str, is_program: bool) -> ModuleType:
 
 
 class _Deferred(ModuleType):
-    """What an import finds in place of a module, and of what is in it: perhaps never called, which imports it."""
+    """A stand-in for a module and its attributes, which imports the module when it is called."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -104,12 +106,12 @@ class _Deferred(ModuleType):
 
 
 def say(message: str) -> None:
-    """A line on stderr that begins with the name of the command that runs."""
+    """Prints a line on stderr that begins with the name of the running command."""
     print(f"{sys.argv[0]}: {message}", file=sys.stderr)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """The group of fastgen's flags, with those that both commands have."""
+    """Adds and returns the group of fastgen's flags, with those that both commands have."""
     group = parser.add_argument_group("fastgen")
     group.add_argument("--version", action="version", version=f"fastgen {fastgen.__version__}", help="show the version")
     what = "run fairseq's own command, unpatched but for the loading of checkpoints"

@@ -2,12 +2,12 @@
 
     Generation.run
       task.inference_step(…)     the hypotheses of a batch
-      Printer.sentences(…)       the same without tensors: all that a worker gets of them
+      Printer.sentences(…)       the same without tensors, for a worker
         Workers.submit(…)        hands them to a process
           Printer.lines(…)       there: the lines of the batch, and pairs of a target and a hypothesis
       Generation.write(…)        here, in the order of the batches: lines to the file, pairs to the scorer
 
-The workers are forked when everything is loaded, which is how they get the dictionaries.
+The workers are forked after everything is loaded, and so inherit the dictionaries.
 
 Tests: tests/cli/fairseq/test_cli_fairseq_output.py, tests/cli/fairseq/test_cli_fairseq_ends.py,
 tests/cli/fairseq/test_cli_fairseq_workers.py
@@ -46,7 +46,7 @@ DEFAULT_MAX_TOKENS = 12000
 UNFINISHED_BATCHES_PER_WORKER = 4
 SECONDS_BETWEEN_LOOKS = 1.0
 
-# Those that read fairseq-generate's logs find these under the same name and in the same words.
+# The same name and texts as in fairseq-generate's logs, for programs that read these.
 logger = logging.getLogger("fairseq_cli.generate")
 SCORED_PIECES = (
     "If you are using BPE on the target side, the BLEU score is computed on BPE tokens, not on proper words.  "
@@ -59,7 +59,7 @@ SCORED_WORDS = (
 
 
 def generate(cfg: Any, workers: int) -> None:
-    """Writes what fairseq-generate writes; `workers` processes make the lines, or this one if they are 0."""
+    """Writes what fairseq-generate writes; `workers` processes create the lines, or this one if that is 0."""
     folder = cfg.common_eval.results_path
     if folder is None:
         Generation(cfg, sys.stdout).run(workers)
@@ -70,7 +70,7 @@ def generate(cfg: Any, workers: int) -> None:
 
 
 class Generation:
-    """One run: what fairseq makes of the flags, and the file that the lines go to."""
+    """One run: the objects that fairseq creates from the flags, and the file for the lines."""
 
     def __init__(self, cfg: Any, file: TextIO) -> None:
         self.cfg, self.file = cfg, file
@@ -91,7 +91,7 @@ class Generation:
         self.printer = Printer(cfg, self.task, self.generator, self.scorer)
 
     def _load(self) -> tuple[list[Any], Any]:
-        """Returns the models of --path, and that of --lm-path or None; loads the data as the checkpoint says."""
+        """Returns the models of --path, and --lm-path's or None; loads the data with the checkpoint's settings."""
         cfg, language_model = self.cfg, None
         overrides = ast.literal_eval(cfg.common_eval.model_overrides)
         logger.info(f"loading model(s) from {cfg.common_eval.path}")
@@ -116,7 +116,7 @@ class Generation:
         return models, language_model
 
     def _batches(self) -> Any:
-        """Returns a progress bar of this rank's batches: of --num-shards, every one from --shard-id on."""
+        """Returns a progress bar over the batches of this shard, `--shard-id` of `--num-shards`."""
         common, data, ranks = self.cfg.common, self.cfg.dataset, self.cfg.distributed_training
         positions = [self.task.max_positions(), *(model.max_positions() for model in self.models)]
         epoch = self.task.get_batch_iterator(
@@ -142,20 +142,20 @@ class Generation:
         )
 
     def _say_what_is_left_out(self, size: int, batched: int) -> None:
-        """Counts sentences that are too long, and those of a last batch that fills no multiple of sentences."""
+        """Reports how many sentences fairseq leaves out: too long ones, and those of an incomplete last batch."""
         skips = self.cfg.dataset.skip_invalid_size_inputs_valid_test
         multiple = self.cfg.dataset.required_batch_size_multiple
         reasons = ["those that are too long (--skip-invalid-size-inputs-valid-test)"] * skips
         last = f"a last batch that is no multiple of {multiple} (--required-batch-size-multiple 1 keeps them)"
         reasons += [last] * (multiple > 1)
         message = f"fairseq leaves out {size - batched} of {size} sentences, {' and '.join(reasons)}"
-        if batched < size and (skips or (size - batched) % multiple):  # a batch that was dropped is no multiple
+        if batched < size and (skips or (size - batched) % multiple):  # a dropped batch alone is no multiple
             if not batched:
                 raise InputError(f"DATA {self.cfg.task.data}: {message}")
             say(message)
 
     def run(self, count: int) -> None:
-        """Generates and writes everything; `count` worker processes make the lines."""
+        """Generates and writes everything; `count` worker processes create the lines."""
         if count and (why := self._why_in_between()):
             say(f"without --postprocess-workers: {why}")
             count = 0
@@ -163,7 +163,7 @@ class Generation:
         speed, prefix_size, log_interval = TimeMeter(), self.cfg.generation.prefix_size, self.cfg.common.log_interval
         with Workers(self.printer, self.write, count) as workers:
             for number, sample in enumerate(self.batches):
-                if "net_input" not in sample:  # a shard that has one batch less than others
+                if "net_input" not in sample:  # a shard with one batch less than others
                     continue
                 sample = utils.move_to_cuda(sample) if self.has_gpu else sample
                 has_targets = sample["target"] is not None
@@ -182,7 +182,7 @@ class Generation:
                 tokens += batch_tokens
                 speed.update(batch_tokens)
                 if log_interval and number % log_interval == 0:
-                    workers.wait()  # a log line may go where the lines go, and comes after those before it
+                    workers.wait()  # a log line must come after the lines before it, if both go to the same place
                 self.batches.log({"wps": round(speed.avg)})
         logger.info("NOTE: hypothesis and token scores are output in base 2")
         rates = (total / seconds if seconds else 0.0 for total in (sentences, tokens))
@@ -192,7 +192,7 @@ class Generation:
             self._write_score()
 
     def _why_in_between(self) -> str:
-        """Returns why no other process can make the lines; "" if it can."""
+        """Returns why other processes cannot create the lines; "" if they can."""
         if "fork" not in get_all_start_methods():
             return f"processes cannot be forked on {sys.platform}"
         if type(self.scorer) is Scorer or hasattr(self.scorer, "add_string"):
@@ -204,7 +204,7 @@ class Generation:
         """Writes the lines of a batch, and scores its pairs; called in the order of the batches."""
         lines, pairs = result
         self.file.write(lines)
-        self.file.flush()  # it survives whatever happens next
+        self.file.flush()  # so that nothing is lost in a crash
         for pair in pairs:
             if hasattr(self.scorer, "add_string"):
                 self.scorer.add_string(*pair)
@@ -220,9 +220,9 @@ class Generation:
 
 
 class Workers(AbstractContextManager):
-    """`count` processes that turn batches into lines and pairs, for `write` to get in the order of the batches.
+    """A pool of `count` processes that turn batches into lines and pairs; `write` gets them in the order of batches.
 
-    It is called by the thread that calls `submit` and `wait`; with no process, when a batch is submitted.
+    The thread that calls `submit` and `wait` also calls `write`; without a process, immediately in `submit`.
     """
 
     def __init__(self, printer: Printer, write: Callable[[Any], None], count: int) -> None:
@@ -235,7 +235,7 @@ class Workers(AbstractContextManager):
             self._pool.submit(int)  # the first task forks them all
 
     def submit(self, batch: list[Sentence]) -> None:
-        """Has a process turn the batch into lines; raises what has gone wrong so far, there or in `write`."""
+        """Passes a batch to a process; raises earlier errors of processes or of `write`."""
         if self._pool is None:
             self._write(self._printer.lines(batch))
         else:
@@ -243,38 +243,38 @@ class Workers(AbstractContextManager):
             self.wait(self._limit)
 
     def wait(self, most: int = 0) -> None:
-        """Writes what is done, until no more than `most` batches are unfinished; raises the first error in order."""
+        """Writes finished batches until at most `most` are unfinished; raises the first error in their order."""
         try:
             while self._unfinished and (len(self._unfinished) > most or self._unfinished[0].done()):
                 self._write(self._unfinished.popleft().result())
         except BaseException:
-            self._unfinished.clear()  # nothing is written after what could not be
+            self._unfinished.clear()  # nothing is written after a failed batch
             raise
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Waits like `wait`, but for nothing after an interruption, or an error of a worker or of `write`."""
+        """Waits like `wait`, but not after an interruption, or an error of a worker or of `write`."""
         try:
             if kind is None:
                 self.wait()
             elif issubclass(kind, Exception):
-                with suppress(Exception):  # the caller's own error is the one that is raised
+                with suppress(Exception):  # the caller's own error is raised
                     self.wait()
         finally:
             if self._pool is not None:
                 self._pool.shutdown(cancel_futures=True)
 
 
-_printer: Printer  # that of a worker process
+_printer: Printer  # in a worker process
 
 
 def _begin_worker(printer: Printer, parent: int) -> None:
-    """Prepares a process that was forked: it has the printer as it is, and not as pickle makes it."""
+    """Prepares a forked process, which inherits the printer instead of a pickled copy."""
     global _printer
     _printer = printer
-    gc.freeze()  # a collection would write into every object that is inherited, and so copy it
+    gc.freeze()  # a collection would write into every inherited object, and so copy its page
     torch.set_num_threads(1)  # the cores belong to the model
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
-    # Warnings and prints of the libraries that are used here stay out of the way of the lines.
+    # Warnings and prints of libraries must not mix with the lines.
     sys.stdout = sys.stderr
     logging.basicConfig(stream=sys.stderr, format="%(message)s", level=logging.WARNING, force=True)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
@@ -288,7 +288,7 @@ def _lines_in_worker(batch: list[Sentence]) -> tuple[str, list[Pair]]:
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process, whatever it is doing, when the parent is gone, however it ended."""
+    """Ends this process, whatever it is doing, when the parent has ended for any reason."""
     while os.getppid() == parent:
         time.sleep(SECONDS_BETWEEN_LOOKS)
     os._exit(1)

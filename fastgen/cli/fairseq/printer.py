@@ -1,4 +1,4 @@
-"""What fairseq-generate prints of a batch: the S-, T-, H-, D-, P-, A-, I- and E-lines, and pairs to score.
+"""fairseq-generate's output for a batch: the S-, T-, H-, D-, P-, A-, I- and E-lines, and pairs to score.
 
 Tests: tests/cli/fairseq/test_cli_fairseq_output.py
 """
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from fairseq import utils
 
-Pair = tuple[Any, Any]  # of a target and its hypothesis: two texts, or two lists of tokens
+Pair = tuple[Any, Any]  # a target and its hypothesis: two texts, or two lists of tokens
 
 
 class Hypothesis(NamedTuple):
-    """What is printed of a hypothesis. A field that no flag asks for is empty: it may be large, or a task's own."""
+    """The printed fields of a hypothesis. Fields that no flag asks for are empty: they may be large."""
 
     tokens: list[int]
     score: str
@@ -28,7 +28,7 @@ class Hypothesis(NamedTuple):
 
 
 class Sentence(NamedTuple):
-    """What is printed of a sentence. Its sides are tokens; texts if unknown words are replaced; None if missing."""
+    """The printed fields of a sentence. Its sides are tokens, texts if unknown words are replaced, or None."""
 
     number: int
     source: list[int] | str | None
@@ -37,14 +37,14 @@ class Sentence(NamedTuple):
 
 
 class Printer:
-    """Turns hypotheses into lines, as the flags say, in two steps: `sentences` here, `lines` in a worker.
+    """Turns hypotheses into lines, as the flags require, in two steps: `sentences` here, `lines` in a worker.
 
-    Dictionaries grow by the words of the texts that are scored, as they do in fairseq-generate: a pair is compared
-    within itself.
+    Dictionaries grow by the words of scored texts, as in fairseq-generate; each worker's may differ, because a pair is
+    only compared within itself.
     """
 
     def __init__(self, cfg: Any, task: Any, generator: Any, scorer: Any) -> None:
-        generation = cfg.generation  # read here once: omegaconf takes its time
+        generation = cfg.generation  # read once: omegaconf is slow
         self.quiet, self.post_process = cfg.common_eval.quiet, cfg.common_eval.post_process
         self.nbest, self.alignment_format = generation.nbest, generation.print_alignment
         self.prints_steps, self.prints_history = generation.print_step, generation.retain_iter_history
@@ -76,7 +76,7 @@ class Printer:
         return [[token for token in row if token != padding] for row in tokens.tolist()]
 
     def _hypothesis(self, hypo: dict[str, Any]) -> Hypothesis:
-        """Turns natural logarithms into those of base 2."""
+        """Returns the printed fields; turns natural logarithms into those of base 2."""
         alignment: Any = hypo["alignment"] if self.alignment_format or self.replacements is not None else None
         return Hypothesis(
             tokens=hypo["tokens"].tolist(),
@@ -117,7 +117,7 @@ class Printer:
         return side or ""
 
     def _decoded(self, text: str) -> str:
-        """Returns plain text: the pieces of --bpe, and what --tokenizer has separated, put together."""
+        """Returns plain text, with the pieces of --bpe and the tokens of --tokenizer joined."""
         for codec in (self.bpe, self.tokenizer):
             text = text if codec is None else codec.decode(text)
         return text
@@ -135,7 +135,7 @@ class Printer:
             yield f"E-{number}_{step}\t{self.target_dictionary.string(torch.IntTensor(tokens))}"
 
     def _pair(self, texts: tuple[str, str], tokens: tuple[Any, Any]) -> Pair:
-        """Returns what the scorer compares: texts; or tokens, those of the texts if pieces or words were replaced."""
+        """Returns what the scorer compares: texts, or tokens; those of the texts if pieces or words were replaced."""
         if self.scores_texts or (self.replacements is None and self.post_process is None):
             return texts if self.scores_texts else tokens
         target, hypothesis = (self.target_dictionary.encode_line(text, add_if_not_exist=True) for text in texts)

@@ -1,7 +1,7 @@
-"""The command line of fastgen-generate-for-transformers: flags to a BatchConfig, and its help.
+"""The command line of fastgen-generate-for-transformers: turns flags into a BatchConfig, and has the help.
 
 Every setting of a run is a flag, and so is every field of transformers' GenerationConfig. Names and meanings are
-FastSeq's, so that its command lines keep working.
+FastSeq's, so that its command lines still work.
 
 Tests: tests/batch/test_settings.py, tests/cli/transformers/test_flags.py
 """
@@ -20,13 +20,13 @@ from fastgen.batch.config import FASTSEQ_NAMES, OTHER_NAMES, BatchConfig, genera
 from fastgen.batch.errors import InputError, did_you_mean
 
 PROG = "fastgen-generate-for-transformers"
-# Flags of FastSeq, and of earlier versions, that change nothing; how argparse reads them.
+# Flags of FastSeq and of earlier versions that have no effect, with their options for argparse.
 IGNORED: dict[str, dict[str, Any]] = {
     "padding": {"nargs": "?"},
     "return_tensors": {"nargs": "?"},
     "output_summaries_only": {"action": "store_true"},
 }
-# The groups of --help-all, by the first flag of each. --help has the first.
+# The groups of --help-all, by their first flags. --help shows the first group.
 GROUPS = {
     "bs": "common flags",
     "seed": "more generation settings",
@@ -49,7 +49,7 @@ compressed (.gz, .xz, .zst) and URLs (s3://…, hf://…). exit status: 0 all do
   {PROG} facebook/bart-base in.txt out.txt --beam 4
   {PROG} gpt2 in.txt out.txt --causal_lm --do_sample"""
 
-# Settings of generate that --help lists; the others are flags, too.
+# The settings of generate that --help lists; the others are also flags.
 COMMON_SETTINGS = {
     "num_beams": "number of beams (or --num_beams)",
     "max_new_tokens": "most tokens to generate, without the prompt",
@@ -60,14 +60,14 @@ SAMPLE = "sample instead of taking the most likely token"
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises InputError instead of printing the usage and leaving, so that every mistake is reported the same way."""
+    """A parser that raises InputError instead of printing the usage and exiting, like the checks of other settings."""
 
     def error(self, message: str) -> NoReturn:
         raise InputError(message)
 
 
 def build_parser(everything: bool = False) -> argparse.ArgumentParser:
-    """Returns the parser of all flags; what is not given is not in its result. everything: its help lists them all."""
+    """Returns the parser of all flags; its result has only those on the command line. everything: help lists all."""
     width = partial(argparse.RawDescriptionHelpFormatter, max_help_position=34 if everything else 26, width=80)
     parser = _Parser(
         PROG, usage="%(prog)s MODEL INPUT OUTPUT [flags]", description=HELP, epilog=EPILOG, formatter_class=width,
@@ -112,7 +112,7 @@ def _add_setting(group: argparse._ActionsContainer, name: str, **options: Any) -
 
 
 def setting(name: str, text: str) -> tuple[str, Any]:
-    """A setting of generate and its value: a JSON literal, else the text itself."""
+    """Returns a setting of generate and its value: a JSON literal, otherwise the text itself."""
     try:
         return name, json.loads(text)
     except ValueError:
@@ -128,7 +128,7 @@ def _key_value(text: str) -> tuple[str, Any]:
 
 
 def as_flag(name: str, value: Any = None) -> str:
-    """Returns a setting as it is written on the command line."""
+    """Returns a setting in the form of a flag."""
     is_of_run = name in {each.name for each in settings_of_run()}
     if not is_of_run and name not in generation_fields():
         return f"--gen {name}" if value is None else f"--gen {name}={value}"
@@ -137,10 +137,10 @@ def as_flag(name: str, value: Any = None) -> str:
 
 
 def parse_arguments(argv: Sequence[str]) -> BatchConfig:
-    """Returns the settings that a command line asks for, with - and _ as one; raises InputError for bad ones."""
+    """Returns the settings of a command line; - and _ are the same. Raises InputError for invalid ones."""
     end = argv.index("--") if "--" in argv else len(argv)
     parser = build_parser(everything="--help-all" in argv[:end] or "--help_all" in argv[:end])
-    known = [name.removeprefix("--") for name in parser._option_string_actions]
+    flags = [name.removeprefix("--") for name in parser._option_string_actions]
     words = []
     for word in argv[:end]:
         name, equals, value = word.partition("=")
@@ -148,8 +148,8 @@ def parse_arguments(argv: Sequence[str]) -> BatchConfig:
             name = name[2:].replace("-", "_")
             name = OTHER_NAMES.get(name, name)
             name = FASTSEQ_NAMES.get(name, name)
-            if name not in known:
-                hint = did_you_mean(name, [*known, *FASTSEQ_NAMES, *OTHER_NAMES], "see --help", "--")
+            if name not in flags:
+                hint = did_you_mean(name, [*flags, *FASTSEQ_NAMES, *OTHER_NAMES], "see --help", "--")
                 raise InputError(f"--{name} is not known{hint}")
             word = f"--{name}{equals}{value}"
         words.append(word)

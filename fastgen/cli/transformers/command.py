@@ -1,6 +1,6 @@
-"""fastgen-generate-for-transformers: generate text for every line of a file with a Hugging Face model.
+"""fastgen-generate-for-transformers: generates text for every line of a file with a Hugging Face model.
 
-The counterpart of fastseq-generate-for-transformers, with its flags; fastgen.batch does the work.
+It is the counterpart of fastseq-generate-for-transformers, with its flags; fastgen.batch does the work.
 
 Tests: tests/batch/test_run.py, tests/cli/transformers/test_ends.py
 """
@@ -18,7 +18,7 @@ from fastgen.cli.transformers.args import PROG, parse_arguments
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit status; what a user can do something about is one line on stderr.
+    """Runs the command and returns its exit status; errors that a user can fix are one line on stderr.
 
     0 all done, 1 some inputs failed or the run could not continue, 2 flags, files or a model that cannot be used, 130
     interrupted, 143 ended by SIGTERM.
@@ -35,9 +35,9 @@ def main(argv: list[str] | None = None) -> int:
         status = FAILED
     except (OSError, RunError) as error:
         message, status = f"error: {error}", FAILED
-    except KeyboardInterrupt:  # Ray raises one of its own, which has no status
+    except KeyboardInterrupt:  # Ray raises its own, which has no status
         message, status = "interrupted", stop.status
-    with suppress(OSError):  # nobody may read it
+    with suppress(OSError):  # stderr may be closed
         print(f"{PROG}: {' '.join(message.split())}", file=sys.stderr)
     return status
 

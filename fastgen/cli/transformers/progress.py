@@ -1,6 +1,6 @@
-"""How far a run is, on stderr: a bar on a terminal, a line now and then elsewhere, nothing with --quiet.
+"""The progress of a run on stderr: a bar on a terminal, occasional lines elsewhere, nothing with --quiet.
 
-Inputs that failed are always named.
+Failed inputs are always listed.
 
 Tests: tests/cli/transformers/test_progress.py
 """
@@ -19,7 +19,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress(run.Progress):
-    """Counts what is finished; called by the thread that writes."""
+    """Counts finished inputs; called by the thread that writes."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
@@ -29,7 +29,7 @@ class Progress(run.Progress):
         self._unit, self._total, self._done = unit, total, done
         self._begun = self._said = time.perf_counter()
         inputs = "{n_fmt} inputs" if total is None else "{percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} inputs"
-        # disable=None: where there is no terminal
+        # disable=None: disables the bar without a terminal
         shown = {"bar_format": inputs + "{postfix}", "dynamic_ncols": True, "disable": True if self._quiet else None}
         self._bar = tqdm(total=total, initial=done, file=sys.stderr, **shown)
 
@@ -48,12 +48,12 @@ class Progress(run.Progress):
             print(f"{self._done + self.inputs}{of} inputs, {self._speed()}", file=sys.stderr, flush=True)
 
     def say(self, message: str) -> None:
-        """A line on stderr that begins with the command's name, above the bar."""
+        """Prints a line on stderr, above the bar, that begins with the command's name."""
         with tqdm.external_write_mode(file=sys.stderr):
             print(f"{PROG}: {message}", file=sys.stderr, flush=True)
 
     def note(self, message: str) -> None:
-        """The same, but not with --quiet."""
+        """Prints a line like `say`, but not with --quiet."""
         if not self._quiet:
             self.say(message)
 
@@ -71,7 +71,7 @@ class Progress(run.Progress):
         self.line(f"{self.inputs} lines in {seconds:.2f} s, {speed}")
 
     def _speed(self) -> str:
-        """Returns the speed, and the time left at this speed: too long at first, as the longest inputs come first."""
+        """Returns the speed, and the time left at this speed, too high at first because long inputs come first."""
         speed = self.inputs / (time.perf_counter() - self._begun)
         if self._total is None or not self.inputs:
             return f"{speed:.1f} inputs/s{self.details()}"

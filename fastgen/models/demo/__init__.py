@@ -1,6 +1,6 @@
-"""A small trained model that comes with the package, so that generation can be tried with no network.
+"""A small trained model in the package, with which generation can be tried without a network.
 
-It turns written English into spoken English; data/README.md says how it was trained and how well it works.
+It turns written English into spoken English; data/README.md describes its training and accuracy.
 
 Tests: tests/models/test_demo_model.py
 """
@@ -13,10 +13,10 @@ DEMO = "demo"
 
 
 def demo_path() -> Path:
-    """The folder of the model and its tokenizer, as `from_pretrained` takes it."""
+    """Returns the folder of the model and its tokenizer, for `from_pretrained`."""
     return Path(__file__).parent / "data"
 
 
 def sample_path() -> Path:
-    """500 input lines that were held out of training; the right outputs are in sample.ref.txt beside them."""
+    """Returns the path of 500 input lines that were not trained on; sample.ref.txt next to it has their outputs."""
     return demo_path() / "sample.txt"

@@ -1,4 +1,4 @@
-"""`python -m fastgen.models.mqa pool IN OUT --num_key_value_heads 1`: a saved model with fewer key heads.
+"""`python -m fastgen.models.mqa pool IN OUT --num_key_value_heads 1`: writes a saved model with fewer key heads.
 
 Tests: tests/models/mqa/test_pooling.py
 """
@@ -12,16 +12,16 @@ from pathlib import Path
 
 import fastgen.models.mqa
 
-# What `save_pretrained` writes anew; the other files of a folder are copied, those of its tokenizer among them.
+# Files that `save_pretrained` writes; other files of the folder, such as the tokenizer's, are copied.
 WEIGHTS = (".safetensors", ".bin", ".index.json")
 CONFIGURATIONS = ("config.json", "generation_config.json")
 
 
 def pool(source: Path, target: Path, num_key_value_heads: int) -> None:
-    """Writes the model in folder `source`, with fewer key heads, to `target`, which appears when it is complete."""
+    """Writes the model in folder `source` with fewer key heads to `target`, which appears when it is complete."""
     import transformers
 
-    from fastgen.models.mqa.pooling import pool_kv_heads  # AutoConfig knows all models of fastgen from here on
+    from fastgen.models.mqa.pooling import pool_kv_heads  # also registers fastgen's models with AutoConfig
 
     if target.exists():
         raise ValueError(f"OUT {target} exists already")

@@ -1,8 +1,8 @@
 """Attention whose query heads share key heads, without ever expanding the keys.
 
 "Fast Transformer Decoding: One Write-Head is All You Need", §2.3 and §3: `num_key_value_heads` is h for multi-head
-attention, 1 for multi-query attention; a number between gives grouped attention. The queries that share a key head are
-folded into the query length, so that one product with the keys as they are stored serves them all.
+attention, 1 for multi-query attention, and a number between for grouped attention. The queries that share a key head
+are folded into the query length, so that one product with the stored keys serves them all.
 
 Tests: tests/models/mqa/test_attention.py
 """
@@ -23,7 +23,7 @@ class MQAAttention(nn.Module):
 
     The paper leaves the scale of the products to the projections; here it is `head_dim ** -0.5`, as in Vaswani et al.
 
-    layer_idx: the layer's number in the cache; None in an encoder. is_causal: a position sees none after it.
+    layer_idx: the layer's number in the cache; None in an encoder. is_causal: whether later positions are hidden.
     """
 
     def __init__(self, config: Any, layer_idx: int | None = None, is_causal: bool = False) -> None:
@@ -44,10 +44,10 @@ class MQAAttention(nn.Module):
         cache: Cache | None = None,
         encoder_hidden_states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The attention's output `[B, n, d]`, and its weights `[B, H, n, m]` where the attention function gives them.
+        """Returns the output `[B, n, d]`, and the weights `[B, H, n, m]` or None, if the function returns none.
 
         hidden_states `[B, n, d]`; attention_mask boolean or additive, broadcasting to `[B, 1, n, m]`, or None;
-        encoder_hidden_states `[B, m, d]`: attended to instead of the hidden states themselves.
+        encoder_hidden_states `[B, m, d]`: source of keys and values in place of the hidden states.
         """
         rows, length = hidden_states.shape[:2]
         if encoder_hidden_states is None:
@@ -74,7 +74,7 @@ class MQAAttention(nn.Module):
         return self.o_proj(output.reshape(rows, length, -1)), weights
 
     def _own_states(self, hidden_states: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor]:
-        """Keys and values of what was seen so far, `[B, H_kv, m, D]`."""
+        """Returns keys and values of all positions so far, `[B, H_kv, m, D]`."""
         keys, values = self._projected(hidden_states)
         if cache is None:
             return keys, values
@@ -83,7 +83,7 @@ class MQAAttention(nn.Module):
         return cache.update(keys, values, self.layer_idx)
 
     def _encoder_states(self, states: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor]:
-        """Keys and values of the encoder's output, `[B, H_kv, m, D]`, computed at the first step only."""
+        """Returns keys and values of the encoder's output, `[B, H_kv, m, D]`, computed at the first step only."""
         if not isinstance(cache, EncoderDecoderCache):
             return self._projected(states)
         if not cache.is_updated.get(self.layer_idx):
@@ -97,9 +97,9 @@ class MQAAttention(nn.Module):
         return self.k_proj(states).view(heads).transpose(1, 2), self.v_proj(states).view(heads).transpose(1, 2)
 
     def _folded_mask(self, mask: Tensor | None, query: Tensor, length: int) -> Tensor | None:
-        """The mask for queries `[B, H_kv, n*G, D]`; None where there is none, or where `is_causal` says it."""
+        """Returns the mask for queries `[B, H_kv, n*G, D]`; None if there is none, or `is_causal` replaces it."""
         if self.groups == 1 or length == 1:
-            return mask  # one position, which all queries of a group stand at
+            return mask  # one position, shared by all queries of a group
         if mask is None and self.is_causal:
             mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
         return None if mask is None else mask.repeat_interleave(self.groups, dim=2)
@@ -115,7 +115,7 @@ def eager_attention(
     scaling: float = 1.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax of products in plain torch: the output `[B, L, H_kv, D]` and the weights `[B, H_kv, L, m]`."""
+    """Computes attention in plain torch: the output `[B, L, H_kv, D]` and the weights `[B, H_kv, L, m]`."""
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling
     if attention_mask is not None:
         scores = scores + attention_mask

@@ -17,10 +17,10 @@ class MQATransformerConfig(PreTrainedConfig):
     1024, 8 query heads of 128, one key head, feed-forward layers of 5440 (4096 with 8 key heads).
 
     num_attention_heads: query heads h of every attention layer.
-    num_key_value_heads: key heads; h is multi-head, 1 multi-query, a number between that divides h grouped attention.
+    num_key_value_heads: key heads: h for multi-head, 1 for multi-query, another divisor of h for grouped attention.
     head_dim: width of a head, `d_k = d_v`; the heads together need not be as wide as the model.
-    local_window: positions that the decoder's self-attention sees, the current one among them; None for all, 32 in the
-        paper's local models.
+    local_window: number of positions that the decoder's self-attention sees, including the current one; None for all,
+        32 in the paper's local models.
     max_position_embeddings: learned positions of encoder and decoder, each.
 
     Raises ValueError for a `num_key_value_heads` that does not divide `num_attention_heads`, and for a `local_window`
@@ -33,7 +33,7 @@ class MQATransformerConfig(PreTrainedConfig):
         "hidden_size": "d_model",
         "intermediate_size": "d_ff",
         "num_hidden_layers": "decoder_layers",
-        "sliding_window": "local_window",  # what masks and caches of transformers look for
+        "sliding_window": "local_window",  # the name that masks and caches of transformers read
     }
 
     def __init__(
@@ -60,7 +60,7 @@ class MQATransformerConfig(PreTrainedConfig):
         tie_word_embeddings: bool = True,
         **kwargs: Any,
     ) -> None:
-        import fastgen.models.mqa.modeling  # noqa: F401  # who makes a configuration wants a model: AutoModel finds it
+        import fastgen.models.mqa.modeling  # noqa: F401  # registers the model with AutoModel
 
         if num_key_value_heads < 1 or num_attention_heads % num_key_value_heads:
             raise ValueError(

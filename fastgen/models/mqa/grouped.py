@@ -1,7 +1,7 @@
-"""BART and T5 with fewer key heads than query heads, which transformers has not.
+"""BART and T5 with fewer key heads than query heads, which transformers does not have.
 
-They are the library's models: only the projections of keys and values are smaller, and the library's attention function
-(sdpa) is told how many query heads share a key head, as for Llama.
+They are the library's models with smaller projections of keys and values. The library's attention function (sdpa) gets
+the number of query heads per key head, as for Llama.
 
 Tests: tests/models/mqa/test_pooling.py
 """
@@ -19,7 +19,7 @@ from fastgen.models.mqa.grouped_configuration import GroupedBartConfig, GroupedT
 
 
 class GroupedBartForConditionalGeneration(BartForConditionalGeneration):
-    """BART whose keys and values have `config.num_key_value_heads` heads; sdpa only. Else as `BartFor…`."""
+    """BART whose keys and values have `config.num_key_value_heads` heads; with sdpa only."""
 
     config_class = GroupedBartConfig
 
@@ -31,7 +31,7 @@ class GroupedBartForConditionalGeneration(BartForConditionalGeneration):
 
 
 class GroupedT5ForConditionalGeneration(T5ForConditionalGeneration):
-    """T5 whose keys and values have `config.num_key_value_heads` heads; sdpa only. Else as `T5For…`."""
+    """T5 whose keys and values have `config.num_key_value_heads` heads; with sdpa only."""
 
     config_class = GroupedT5Config
 
@@ -50,15 +50,15 @@ def _attentions(model: Any, kind: type[nn.Module]) -> list[Any]:
 
 
 def _keep_fewer(attention: Any, heads: int, projections: tuple[str, str]) -> None:
-    """Gives an attention of `heads` heads projections of keys and values for fewer."""
-    kept = attention.config.num_key_value_heads
-    if kept < 1 or heads % kept:
-        raise ValueError(f"num_key_value_heads={kept} does not divide the {heads} heads of the attention")
+    """Replaces the projections of keys and values of an attention with `heads` heads by smaller ones."""
+    key_heads = attention.config.num_key_value_heads
+    if key_heads < 1 or heads % key_heads:
+        raise ValueError(f"num_key_value_heads={key_heads} does not divide the {heads} heads of the attention")
     for name in projections:
         whole = getattr(attention, name)
-        part = nn.Linear(whole.in_features, whole.out_features // heads * kept, bias=whole.bias is not None)
+        part = nn.Linear(whole.in_features, whole.out_features // heads * key_heads, bias=whole.bias is not None)
         setattr(attention, name, part)
-    attention.num_key_value_groups = heads // kept
+    attention.num_key_value_groups = heads // key_heads
 
 
 AutoModelForSeq2SeqLM.register(GroupedBartConfig, GroupedBartForConditionalGeneration, exist_ok=True)

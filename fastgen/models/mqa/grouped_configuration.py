@@ -1,6 +1,7 @@
 """Sizes of BART and T5 with fewer key heads than query heads.
 
-A file of its own: configurations of transformers need `AutoModel`, which is complete later than `AutoConfig`.
+They have a file of their own because configurations of transformers need `AutoModel`, which is complete later than
+`AutoConfig`.
 
 Tests: tests/models/mqa/test_pooling.py
 """
@@ -13,7 +14,7 @@ from transformers import AutoConfig, BartConfig, T5Config
 
 
 class GroupedBartConfig(BartConfig):
-    """BART's, and `num_key_value_heads`: the key heads of every attention layer."""
+    """BART's configuration with `num_key_value_heads`, the number of key heads of every attention layer."""
 
     model_type = "grouped_bart"
 
@@ -25,7 +26,7 @@ class GroupedBartConfig(BartConfig):
 
 
 class GroupedT5Config(T5Config):
-    """T5's, and `num_key_value_heads`: the key heads of every attention layer."""
+    """T5's configuration with `num_key_value_heads`, the number of key heads of every attention layer."""
 
     model_type = "grouped_t5"
 

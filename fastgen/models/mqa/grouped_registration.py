@@ -1,7 +1,7 @@
-"""Makes the grouped models known to `AutoConfig` as soon as that can be.
+"""Registers the grouped models with `AutoConfig` as early as possible.
 
-Where a program imports BartConfig or T5Config before anything else of transformers, this runs in the middle of that;
-then it is done with the first model.
+If a program imports BartConfig or T5Config before anything else of transformers, this runs during that import; then the
+first model registers them.
 """
 
 from contextlib import suppress

@@ -20,7 +20,7 @@ from fastgen.models.mqa.stack import MQAPreTrainedModel, MQATransformerDecoder, 
 
 
 class MQATransformerModel(MQAPreTrainedModel):
-    """Encoder and decoder, which share their embeddings."""
+    """An encoder and a decoder, which share their embeddings."""
 
     _tied_weights_keys = {
         "encoder.embed_tokens.weight": "shared.weight",
@@ -57,7 +57,7 @@ class MQATransformerModel(MQAPreTrainedModel):
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> Seq2SeqModelOutput:
-        """Hidden states `[B, n, d]` of `decoder_input_ids [B, n]` given `input_ids [B, m]` or `encoder_outputs`."""
+        """Returns hidden states `[B, n, d]` of `decoder_input_ids [B, n]`; source: `input_ids` or `encoder_outputs`."""
         wanted = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
         if encoder_outputs is None:
             encoder_outputs = self.encoder(input_ids, attention_mask, inputs_embeds, **wanted)
@@ -84,9 +84,9 @@ class MQATransformerModel(MQAPreTrainedModel):
 
 
 class MQATransformerForConditionalGeneration(MQAPreTrainedModel, GenerationMixin):
-    """The paper's model for translation: text `input_ids [B, m]` in, logits `[B, n, vocab_size]` of a target out.
+    """The paper's model for translation: from `input_ids [B, m]` to logits `[B, n, vocab_size]` of a target.
 
-    Trains with `labels [B, n]` (-100 where nothing is to be predicted), which give the decoder's inputs, too.
+    Trains with `labels [B, n]` (-100 where nothing is to be predicted), from which the decoder's inputs are made.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.shared.weight"}
@@ -98,7 +98,7 @@ class MQATransformerForConditionalGeneration(MQAPreTrainedModel, GenerationMixin
         self.post_init()
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """The labels `[B, n]` one place to the right, after the start token; -100 becomes padding."""
+        """Returns the labels `[B, n]` shifted to the right, after the start token; -100 becomes padding."""
         start = labels.new_full((labels.shape[0], 1), self.config.decoder_start_token_id)
         return torch.cat([start, labels[:, :-1].masked_fill(labels[:, :-1] == -100, self.config.pad_token_id)], dim=1)
 
@@ -145,8 +145,8 @@ class MQATransformerForConditionalGeneration(MQAPreTrainedModel, GenerationMixin
 class MQATransformerForCausalLM(MQAPreTrainedModel, GenerationMixin):
     """The paper's language model (§4.1, Table 3): the decoder alone, logits `[B, n, vocab_size]` of the next tokens.
 
-    Trains with `labels [B, n]`, the tokens themselves (-100 where nothing is to be predicted). A configuration of an
-    encoder-decoder gives its decoder's sizes.
+    Trains with `labels [B, n]`, the tokens themselves (-100 where nothing is to be predicted). With the configuration
+    of an encoder-decoder, it has the sizes of its decoder.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -175,7 +175,7 @@ class MQATransformerForCausalLM(MQAPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithCrossAttentions:
-        """`logits_to_keep`: how many positions from the end get logits, or which; 0 for all."""
+        """Returns logits; logits_to_keep: the number of last positions that get them, or their indices; 0 for all."""
         outputs = self.model(
             input_ids,
             attention_mask,
@@ -186,8 +186,8 @@ class MQATransformerForCausalLM(MQAPreTrainedModel, GenerationMixin):
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, positions])
         loss = None
         if labels is not None:
             loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
@@ -195,7 +195,7 @@ class MQATransformerForCausalLM(MQAPreTrainedModel, GenerationMixin):
 
 
 def _others(outputs: Any) -> dict[str, Any]:
-    """What a model's output has besides the last hidden states."""
+    """Returns the fields of a model's output except the last hidden states."""
     return {name: value for name, value in outputs.items() if name != "last_hidden_state"}
 
 

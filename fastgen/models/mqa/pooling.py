@@ -1,7 +1,7 @@
-"""Fewer key heads for a checkpoint that has many: the mean of those that come to share one.
+"""Pooling of key heads: a checkpoint gets fewer key heads, each the mean of those that it replaces.
 
 The means are a start for further training ("GQA: Training Generalized Multi-Query Transformer Models from Multi-Head
-Checkpoints", §2.1); without it the model is another one than before.
+Checkpoints", §2.1); without training, the model's outputs change.
 
 Tests: tests/models/mqa/test_pooling.py
 """
@@ -16,7 +16,7 @@ from transformers import BartForConditionalGeneration, PreTrainedModel, T5ForCon
 
 from fastgen.models.mqa.grouped import GroupedBartForConditionalGeneration, GroupedT5ForConditionalGeneration
 
-# Classes of transformers that have as many key heads as query heads, and those that may have fewer.
+# Classes of transformers with as many key heads as query heads, and their counterparts with fewer.
 GROUPED: dict[Any, Any] = {
     BartForConditionalGeneration: GroupedBartForConditionalGeneration,
     T5ForConditionalGeneration: GroupedT5ForConditionalGeneration,
@@ -25,13 +25,13 @@ PROJECTIONS = ("k_proj", "v_proj", "k", "v")
 
 
 def pool_kv_heads(model: PreTrainedModel, num_key_value_heads: int) -> PreTrainedModel:
-    """A model with `num_key_value_heads` key heads in every attention layer, each the mean of its neighbours.
+    """Returns a model with `num_key_value_heads` key heads in every attention layer, each the mean of its neighbours.
 
-    model: a multi-query Transformer, BART or T5 for conditional generation, or a model like Llama: one whose
-    configuration has `num_key_value_heads`, and whose layers have projections `k_proj` and `v_proj`. It stays as it is.
-    The result has its dtype, device and mode; that of BART and T5 is a `Grouped…` of their class.
+    model: a multi-query Transformer, BART or T5 for conditional generation, or a model like Llama, whose configuration
+    has `num_key_value_heads`, and whose layers have projections `k_proj` and `v_proj`. It is not changed. The result
+    has its dtype, device and mode; for BART and T5 it is of the class `Grouped…`.
 
-    Raises ValueError for other models, and for a number that does not divide the heads that there are.
+    Raises ValueError for other models, and for a number that does not divide the present number of heads.
     """
     pooled = _with_fewer_heads(model, num_key_value_heads)
     states = pooled.state_dict()
@@ -60,7 +60,7 @@ def _with_fewer_heads(model: PreTrainedModel, num_key_value_heads: int) -> PreTr
 
 
 def _pooled(name: str, weight: Tensor, fewer: Tensor, heads: int) -> Tensor:
-    """`weight` `[H * D, …]` as large as `fewer` `[heads * D, …]`; itself if it is that already."""
+    """Returns `weight` `[H * D, …]` pooled to the size of `fewer` `[heads * D, …]`, or itself if it has that size."""
     if weight.shape == fewer.shape:
         return weight
     *_, projection, _ = name.split(".")

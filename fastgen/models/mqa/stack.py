@@ -1,7 +1,7 @@
 """Encoder and decoder of the multi-query Transformer.
 
-Where the paper is silent, this follows the library that its authors used (Mesh TensorFlow): layer norm before each
-sublayer and at the end, no biases in projections, ReLU, embeddings multiplied by the root of their width.
+Details that the paper omits follow the library that its authors used (Mesh TensorFlow): layer norm before each sublayer
+and at the end, no biases in projections, ReLU, embeddings multiplied by the root of their width.
 
 Tests: tests/models/mqa/test_models.py
 """
@@ -33,7 +33,7 @@ NEEDS_CACHE_POSITION = "cache_position" in inspect.signature(create_causal_mask)
 
 
 class MQALayer(GradientCheckpointingLayer):
-    """Self-attention, attention to the encoder where there is one, and the feed-forward layer."""
+    """Self-attention, attention to the encoder if there is one, and the feed-forward layer."""
 
     def __init__(self, config: Any, layer_idx: int | None, is_decoder: bool, has_encoder: bool) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class MQALayer(GradientCheckpointingLayer):
         encoder_attention_mask: Tensor | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Hidden states `[B, n, d]`, and the weights of both attentions where their function gives them."""
+        """Returns hidden states `[B, n, d]`, and the weights of both attentions or None, if their function has none."""
         output, weights = self.self_attn(self.self_attn_norm(hidden_states), attention_mask, cache)
         hidden_states = hidden_states + self._dropped(output)
         encoder_weights = None
@@ -71,7 +71,7 @@ class MQALayer(GradientCheckpointingLayer):
 
 
 class MQAPreTrainedModel(PreTrainedModel):
-    """What all models here have in common: configuration, initial values, the attention functions they know."""
+    """The base of all models here: configuration, initial values, supported attention functions."""
 
     config_class = MQATransformerConfig
     base_model_prefix = "model"
@@ -82,7 +82,7 @@ class MQAPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
-        """Does as the library, but only the decoder's self-attention is local: the encoder's keys are all kept."""
+        """Prepares the library's cache, in which only the decoder's self-attention is local, not cross-attention."""
         is_given = model_kwargs.get(CACHE) is not None
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
         cache = model_kwargs.get(CACHE)
@@ -99,7 +99,7 @@ class MQAPreTrainedModel(PreTrainedModel):
 
 
 class MQAStack(MQAPreTrainedModel):
-    """Embeddings and layers; what encoder and decoder have in common."""
+    """Embeddings and layers: the base of encoder and decoder."""
 
     def __init__(self, config: MQATransformerConfig, layers: int, is_decoder: bool, has_encoder: bool) -> None:
         super().__init__(config)
@@ -112,7 +112,7 @@ class MQAStack(MQAPreTrainedModel):
         self.post_init()
 
     def embedded(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        """The tokens' vectors `[B, n, d]`; `inputs_embeds` are vectors as `embed_tokens` gives them."""
+        """Returns the tokens' vectors `[B, n, d]`; inputs_embeds: vectors as `embed_tokens` returns them."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("either input_ids or inputs_embeds, and not both")
         vectors = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -130,7 +130,7 @@ class MQAStack(MQAPreTrainedModel):
     def run(
         self, hidden_states: Tensor, *masks_and_states: Tensor | None, cache: Cache | None, **wanted: bool
     ) -> dict[str, Any]:
-        """The last hidden states, and those of all layers and the weights of attention if they are `wanted`."""
+        """Returns the last hidden states, and all layers' hidden states and attention weights if `wanted`."""
         states, weights, encoder_weights = [hidden_states], [], []
         for layer in self.layers:
             hidden_states, own, encoders = layer(hidden_states, *masks_and_states, cache=cache)
@@ -148,12 +148,12 @@ class MQAStack(MQAPreTrainedModel):
         return outputs
 
     def wanted(self, **flags: bool | None) -> dict[str, bool]:
-        """Returns each flag as the call has it, else as the configuration has it."""
+        """Returns each flag of the call, or its value in the configuration if it is None."""
         return {name: getattr(self.config, name) if flag is None else flag for name, flag in flags.items()}
 
 
 class MQATransformerEncoder(MQAStack):
-    """Layers whose positions see each other."""
+    """The encoder: layers whose positions see each other."""
 
     def __init__(self, config: MQATransformerConfig) -> None:
         super().__init__(config, config.encoder_layers, is_decoder=False, has_encoder=False)
@@ -168,7 +168,7 @@ class MQATransformerEncoder(MQAStack):
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutput:
-        """Hidden states `[B, m, d]` of `input_ids [B, m]`; attention_mask `[B, m]` is 0 for padding."""
+        """Returns hidden states `[B, m, d]` of `input_ids [B, m]`; attention_mask `[B, m]` is 0 for padding."""
         vectors = self.embedded(input_ids, inputs_embeds)
         mask = create_bidirectional_mask(self.config, vectors, attention_mask)
         wanted = self.wanted(output_attentions=output_attentions, output_hidden_states=output_hidden_states)
@@ -176,7 +176,7 @@ class MQATransformerEncoder(MQAStack):
 
 
 class MQATransformerDecoder(MQAStack):
-    """Causal layers; with `config.is_encoder_decoder` they attend to the output of an encoder, too."""
+    """The decoder: causal layers, which with `config.is_encoder_decoder` also attend to an encoder's output."""
 
     def __init__(self, config: MQATransformerConfig) -> None:
         super().__init__(config, config.decoder_layers, is_decoder=True, has_encoder=config.is_encoder_decoder)
@@ -197,10 +197,10 @@ class MQATransformerDecoder(MQAStack):
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
-        """Hidden states `[B, n, d]` of `input_ids [B, n]`, which follow the positions in `cache`.
+        """Returns hidden states `[B, n, d]` of `input_ids [B, n]`, which follow the positions in `cache`.
 
         attention_mask `[B, past + n]` and encoder_attention_mask `[B, m]` are 0 for padding; position_ids `[B, n]`
-        count from the cache's length where they are not given.
+        count from the cache's length by default.
         """
         vectors = self.embedded(input_ids, inputs_embeds)
         if self.wanted(use_cache=use_cache)["use_cache"] and cache is None and not self.training:

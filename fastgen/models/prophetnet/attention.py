@@ -1,4 +1,4 @@
-"""The n-gram self-attention of ProphetNet as a module of fairseq, see `fastgen/models/predict_streams.py`.
+"""ProphetNet's n-gram self-attention as a module of fairseq, see `fastgen/models/predict_streams.py`.
 
 Tests: tests/models/prophetnet/test_prophetnet.py
 """
@@ -15,7 +15,7 @@ from fastgen.models.predict_streams import Streams, attend
 
 
 class NgramMultiheadAttention(MultiheadAttention):
-    """fairseq's attention with one more projection, of the distances, and with several streams of queries."""
+    """fairseq's attention with another projection, for distances, and with several streams of queries."""
 
     supports_external_kv_cache = True  # see fastgen.optimizer.fairseq.checks
 
@@ -25,7 +25,7 @@ class NgramMultiheadAttention(MultiheadAttention):
         self.relative_linear = nn.Linear(embed_dim, num_buckets * num_heads)
 
     def forward(self, states: Tensor, streams: Streams, incremental_state: dict | None = None) -> Tensor:
-        """`[L, B, C]` to `[L, B, C]`; with `incremental_state`, keys of the main stream are those of all steps."""
+        """Maps `[L, B, C]` to `[L, B, C]`; with `incremental_state`, the main stream has the keys of all steps."""
         query, key, value = (self._heads(project(states)) for project in (self.q_proj, self.k_proj, self.v_proj))
         keys, values = self._main(key[:, :, : streams.length], value[:, :, : streams.length], incremental_state)
         bias = self._relative(states, streams.buckets) + streams.bias
@@ -33,7 +33,7 @@ class NgramMultiheadAttention(MultiheadAttention):
         return self.out_proj(result.permute(2, 0, 1, 3).flatten(2))
 
     def _main(self, keys: Tensor, values: Tensor, incremental_state: Any) -> tuple[Tensor, Tensor]:
-        """Returns keys and values of all steps, `[B, H, S, D]`; a state that has a place for them keeps them."""
+        """Returns keys and values of all steps, `[B, H, S, D]`, and stores them in the state if it supports that."""
         if incremental_state is None:
             return keys, values
         has_place = getattr(incremental_state, "has_self", None)
@@ -50,5 +50,5 @@ class NgramMultiheadAttention(MultiheadAttention):
         return by_bucket.gather(3, buckets.expand(*by_bucket.shape[:3], -1))
 
     def _heads(self, states: Tensor) -> Tensor:
-        """`[L, B, C]` to `[B, H, L, D]`."""
+        """Splits heads: `[L, B, C]` to `[B, H, L, D]`."""
         return states.unflatten(2, (self.num_heads, self.head_dim)).permute(1, 2, 0, 3)

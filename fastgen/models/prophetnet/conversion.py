@@ -1,4 +1,4 @@
-"""One set of weights in both hosts: fairseq's ProphetNet and transformers' ProphetNetForConditionalGeneration.
+"""Conversion of weights between fairseq's ProphetNet and transformers' ProphetNetForConditionalGeneration.
 
 Tests: tests/models/prophetnet/test_prophetnet.py
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Names of parts of a layer: fairseq's, transformers' of an encoder's and of a decoder's layer.
+# Names of a layer's parts in fairseq and in transformers, for encoder and decoder layers.
 ATTENTION = {"q_proj": "query_proj", "k_proj": "key_proj", "v_proj": "value_proj", "out_proj": "out_proj"}
 FEED_FORWARD = {"fc1": "feed_forward.intermediate", "fc2": "feed_forward.output"}
 ENCODER_LAYER = {
@@ -34,9 +34,9 @@ DECODER_LAYER = {
 
 
 def to_transformers(model: Any) -> Any:
-    """A `ProphetNetForConditionalGeneration` with the weights of `model`, a `NgramTransformerProphetModel`.
+    """Returns a `ProphetNetForConditionalGeneration` with the weights of `model`, a `NgramTransformerProphetModel`.
 
-    Its embeddings are those of the encoder: ValueError where the decoder has others. Dtype and mode are kept.
+    It uses the encoder's embeddings: raises ValueError if the decoder has others. Dtype and mode are preserved.
     """
     from transformers import ProphetNetConfig, ProphetNetForConditionalGeneration
 
@@ -80,11 +80,11 @@ def to_transformers(model: Any) -> Any:
 
 
 def to_fairseq(model: Any, dictionary: Any) -> Any:
-    """A `NgramTransformerProphetModel` with the weights of `model`, a `ProphetNetForConditionalGeneration`.
+    """Returns a `NgramTransformerProphetModel` with the weights of `model`, a `ProphetNetForConditionalGeneration`.
 
-    dictionary: of fairseq, with as many words; ValueError else, and where its padding word has another number, because
-    positions count from that. The result's positions are two fewer than `max_position_embeddings`, less the padding's
-    number: the predict streams need one more, and number 0 is none.
+    dictionary: a dictionary of fairseq with as many words. Raises ValueError if it has more or fewer, or its padding
+    word has another number, from which positions count. The result has `max_position_embeddings` positions less two and
+    less the padding's number: the predict streams need one more, and number 0 is no position.
     """
     from fastgen.models.prophetnet.model import NgramTransformerProphetModel
 
@@ -105,10 +105,10 @@ def to_fairseq(model: Any, dictionary: Any) -> Any:
             ("attention_heads", "num_{}_attention_heads"),
         )
     }
-    kept = ("ngram", "num_buckets", "relative_max_distance", "dropout", "attention_dropout", "activation_dropout")
+    copied = ("ngram", "num_buckets", "relative_max_distance", "dropout", "attention_dropout", "activation_dropout")
     args = Namespace(
         **sizes,
-        **{name: getattr(config, name) for name in kept},
+        **{name: getattr(config, name) for name in copied},
         activation_fn=config.activation_function,
         max_source_positions=positions,
         max_target_positions=positions,
@@ -125,7 +125,7 @@ def to_fairseq(model: Any, dictionary: Any) -> Any:
 
 
 def _names(encoder_layers: int, decoder_layers: int) -> Iterator[tuple[str, str]]:
-    """Names of the same weights in fairseq and in transformers; those of words are left out."""
+    """Yields the names of the same weights in fairseq and in transformers, except those of word embeddings."""
     for end, norm in (("encoder", "layernorm_embedding"), ("decoder", "emb_layer_norm")):
         yield f"{end}.embed_positions.weight", f"prophetnet.{end}.position_embeddings.weight"
         for kind in ("weight", "bias"):
@@ -138,9 +138,9 @@ def _names(encoder_layers: int, decoder_layers: int) -> Iterator[tuple[str, str]
                     yield f"{end}.layers.{layer}.{ours}.{kind}", f"prophetnet.{end}.layers.{layer}.{theirs}.{kind}"
 
 
-def _with_rows(given: Tensor, like: Tensor) -> Tensor:
-    """`given` with as many rows as `like`: positions that only one of two tables has are dropped, or zeros."""
-    if given.shape == like.shape:
-        return given
-    rows = min(len(given), len(like))
-    return torch.cat([given[:rows], torch.zeros_like(like[rows:])])
+def _with_rows(table: Tensor, like: Tensor) -> Tensor:
+    """Returns `table` with as many rows as `like`: additional positions are dropped, and missing ones are zeros."""
+    if table.shape == like.shape:
+        return table
+    rows = min(len(table), len(like))
+    return torch.cat([table[:rows], torch.zeros_like(like[rows:])])

@@ -1,4 +1,4 @@
-"""The loss of ProphetNet: every predict stream tells the same targets, each without the last tokens before them.
+"""The loss of ProphetNet: every predict stream predicts the same targets, from a context that ends earlier.
 
 Tests: tests/models/prophetnet/test_prophetnet.py
 """
@@ -17,10 +17,10 @@ from torch.nn import functional
 
 @register_criterion("ngram_language_loss")
 class NgramLanguageLoss(FairseqCriterion):
-    """Mean negative log-likelihood over all predict streams (Qi et al., 2020, eq. 2, all streams weighing the same).
+    """The mean negative log-likelihood over all predict streams (Qi et al., 2020, eq. 2, with equal weights).
 
-    eps: label smoothing. disable_ngram_loss: only the first stream counts. As in the authors' code, the loss is summed
-    over streams and the sample size counts the targets of each.
+    eps: label smoothing. disable_ngram_loss: whether only the first stream counts. Like in the authors' code, the loss
+    is summed over streams, and the sample size counts the targets of each.
     """
 
     def __init__(self, task: Any, eps: float = 0.0, disable_ngram_loss: bool = False) -> None:
@@ -33,7 +33,7 @@ class NgramLanguageLoss(FairseqCriterion):
         parser.add_argument("--disable-ngram-loss", action="store_true", help="only the next token counts")
 
     def forward(self, model: Any, sample: dict[str, Any], reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:
-        """The summed loss, the number of targets in it, and what is logged."""
+        """Returns the summed loss, the number of targets, and values to log."""
         logits, extra = model(**sample["net_input"])
         streams = [logits] if self.disable_ngram_loss else [logits, *extra["ngram_logits"]]
         targets = sample["target"].flatten()

@@ -20,7 +20,7 @@ from fastgen.models.prophetnet.attention import NgramMultiheadAttention
 
 
 class NgramTransformerDecoderLayer(nn.Module):
-    """N-gram self-attention, attention to the encoder, feed-forward layer; a layer norm after each."""
+    """N-gram self-attention, attention to the encoder and a feed-forward layer, each followed by a layer norm."""
 
     supports_external_kv_cache = True  # see fastgen.optimizer.fairseq.checks
 
@@ -57,7 +57,7 @@ class NgramTransformerDecoderLayer(nn.Module):
         encoder_padding_mask: Tensor | None,
         incremental_state: dict | None,
     ) -> Tensor:
-        """x `[L, B, C]`, encoder_out `[S, B, C]`, encoder_padding_mask `[B, S]`; result `[L, B, C]`."""
+        """Returns `[L, B, C]` for x `[L, B, C]`, encoder_out `[S, B, C]` and encoder_padding_mask `[B, S]`."""
         x = self.self_attn_layer_norm(x + self.dropout(self.ngram_self_attn(x, streams, incremental_state)))
         if encoder_out is not None:
             attended, _ = self.encoder_attn(
@@ -77,9 +77,9 @@ class NgramTransformerDecoderLayer(nn.Module):
 class NgramTransformerDecoder(FairseqIncrementalDecoder):
     """The decoder of Qi et al., 2020, §2.2, with the parameter names of its authors' code.
 
-    Its logits `[B, T, V]` are those of the first predict stream, the next token. Without `incremental_state` the second
-    result also has `ngram_logits`, a list of those of the other streams, for `NgramLanguageLoss`; the authors' decoder
-    returns the list of all instead, which fairseq's other criteria do not understand.
+    Its logits `[B, T, V]` are the first predict stream's, for the next token. Without `incremental_state` the second
+    result also has `ngram_logits`, a list of the other streams' logits, for `NgramLanguageLoss`; the authors' decoder
+    returns a list of all instead, which fairseq's other criteria do not accept.
     """
 
     supports_external_kv_cache = True  # see fastgen.optimizer.fairseq.checks
@@ -92,7 +92,7 @@ class NgramTransformerDecoder(FairseqIncrementalDecoder):
         self.padding_idx, self.max_target_positions = embed_tokens.padding_idx, args.max_target_positions
         width = args.decoder_embed_dim
         self.embed_tokens = embed_tokens
-        rows = args.max_target_positions + 2 + self.padding_idx  # predict streams stand one position further
+        rows = args.max_target_positions + 2 + self.padding_idx  # predict streams are one position ahead
         self.embed_positions = LearnedPositionalEmbedding(rows, width, self.padding_idx)
         self.ngram_input_embed = nn.Embedding(self.ngram, width)
         self.emb_layer_norm = LayerNorm(width)
@@ -110,7 +110,7 @@ class NgramTransformerDecoder(FairseqIncrementalDecoder):
         features_only: bool = False,
         **unused: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Logits `[B, T, V]` of `prev_output_tokens [B, T]`; with `incremental_state` of the last position only."""
+        """Returns logits `[B, T, V]` for `prev_output_tokens [B, T]`; with `incremental_state` for the last only."""
         streams = self.extract_features(prev_output_tokens, encoder_out, incremental_state)
         if features_only:
             return streams[0], {"attn": [None]}
@@ -125,7 +125,7 @@ class NgramTransformerDecoder(FairseqIncrementalDecoder):
         encoder_out: dict[str, list[Tensor]] | None = None,
         incremental_state: Any = None,
     ) -> list[Tensor]:
-        """The last layer's states `[B, T, C]` of each predict stream; with `incremental_state` of the first only."""
+        """Returns the last states `[B, T, C]` of each predict stream; with `incremental_state` of the first only."""
         keys, predict = prev_output_tokens.shape[1], self.ngram
         if incremental_state is None:
             place = torch.arange(1, keys + 1, device=prev_output_tokens.device)[:, None]
@@ -140,7 +140,7 @@ class NgramTransformerDecoder(FairseqIncrementalDecoder):
             positions = (self.padding_idx + place).expand_as(prev_output_tokens)
         main = self.embed_tokens(prev_output_tokens) + self._positions(positions)
         ahead = self._positions(positions + 1)
-        # The order of the published weights begins with the last row.
+        # The published weights are in reverse order.
         x = torch.cat([main, *(self.ngram_input_embed.weight[stream - 1] + ahead for stream in range(predict))], dim=1)
         x = self.dropout(self.emb_layer_norm(x)).transpose(0, 1)  # [L, B, C]
         length = main.shape[1]
@@ -154,7 +154,7 @@ class NgramTransformerDecoder(FairseqIncrementalDecoder):
         return functional.embedding(positions, self.embed_positions.weight, self.padding_idx)
 
     def output_layer(self, features: Tensor, **unused: Any) -> Tensor:
-        """`[B, T, C]` to logits `[B, T, V]`."""
+        """Returns logits `[B, T, V]` for features `[B, T, C]`."""
         return functional.linear(features, self.embed_tokens.weight if self.embed_out is None else self.embed_out)
 
     def max_positions(self) -> int:
@@ -162,7 +162,7 @@ class NgramTransformerDecoder(FairseqIncrementalDecoder):
 
 
 def _encoded(encoder_out: dict[str, list[Tensor]] | None) -> tuple[Tensor | None, Tensor | None]:
-    """The encoder's output `[S, B, C]`, and where it is padding, `[B, S]`."""
+    """Returns the encoder's output `[S, B, C]` and its padding mask `[B, S]`."""
     if encoder_out is None or not encoder_out["encoder_out"]:
         return None, None
     mask = encoder_out["encoder_padding_mask"]

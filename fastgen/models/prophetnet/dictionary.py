@@ -13,17 +13,17 @@ SPECIAL = {"pad": "[PAD]", "eos": "[SEP]", "unk": "[UNK]", "bos": "[CLS]"}
 
 
 class BertDictionary(Dictionary):
-    """The words of a file in their order, `[PAD]`, `[SEP]`, `[UNK]` and `[CLS]` among them, as in the authors' code.
+    """The words of a file in order, including `[PAD]`, `[SEP]`, `[UNK]` and `[CLS]`, like in the authors' code.
 
-    Sentences end with `[SEP]`. `<s>` and the other special words that fairseq puts in front of every dictionary are not
-    there, so that numbers are those of BERT.
+    Sentences end with `[SEP]`. `<s>` and the other special words that fairseq adds to the front of dictionaries are
+    omitted, so that numbers are BERT's.
     """
 
     @classmethod
     def load(cls, f: Any, add_special_symbols: bool = True) -> BertDictionary:
-        """Reads a file of one word a line, or of a word and its count (`vocab.txt`, `dict.txt`); UTF-8.
+        """Reads a UTF-8 file with one word per line, or a word and its count (`vocab.txt`, `dict.txt`).
 
-        Raises ValueError for an empty line, a word that comes twice, and where a special word is missing.
+        Raises ValueError for an empty line, a repeated word, and a missing special word.
         """
         dictionary = cls()
         dictionary.symbols, dictionary.count, dictionary.indices = [], [], {}
@@ -42,6 +42,6 @@ class BertDictionary(Dictionary):
         return dictionary
 
     def save(self, f: Any) -> None:
-        """Writes all words with their counts, the special ones in their places."""
+        """Writes all words with their counts, including the special ones."""
         keys, values = self._get_meta()
         self._save(f, zip(keys + self.symbols, values + self.count))

@@ -42,11 +42,11 @@ DEFAULTS: dict[str, Any] = {
 
 @register_model(NAME)
 class NgramTransformerProphetModel(FairseqEncoderDecoderModel):
-    """ProphetNet: source `src_tokens [B, S]` and `prev_output_tokens [B, T]` to logits `[B, T, V]` of the next tokens.
+    """ProphetNet: maps `src_tokens [B, S]` and `prev_output_tokens [B, T]` to logits `[B, T, V]` of the next tokens.
 
     The encoder is fairseq's Transformer (learned positions, layer norm after each sublayer and the embeddings), the
-    decoder `NgramTransformerDecoder`. State dicts of the authors' code are read: `in_proj_weight` is split into the
-    projections of queries, keys and values, and the encoder's `emb_layer_norm` is fairseq's `layernorm_embedding`.
+    decoder `NgramTransformerDecoder`. State dicts of the authors' code can be loaded: `in_proj_weight` is split into
+    the projections of queries, keys and values, and the encoder's `emb_layer_norm` becomes `layernorm_embedding`.
     """
 
     @classmethod
@@ -82,7 +82,7 @@ class NgramTransformerProphetModel(FairseqEncoderDecoderModel):
         model.apply(_initialize)
         if args.load_from_pretrained_model is not None:
             model._load_pretrained(args.load_from_pretrained_model, args.load_sep)
-            args.load_from_pretrained_model = None  # not again when a checkpoint of this model is loaded
+            args.load_from_pretrained_model = None  # not repeated when a checkpoint of this model is loaded
         return model
 
     def max_positions(self) -> tuple[int, int]:
@@ -95,17 +95,17 @@ class NgramTransformerProphetModel(FairseqEncoderDecoderModel):
         super().upgrade_state_dict_named(state_dict, name)
 
     def _load_pretrained(self, path: str, load_sep: bool) -> None:
-        """Takes the weights of a checkpoint; rows that it does not have, of words and positions, stay random."""
+        """Loads the weights of a checkpoint; rows of words and positions that it lacks stay random."""
         from fairseq.checkpoint_utils import load_checkpoint_to_cpu
 
         states = load_checkpoint_to_cpu(path)
         states = states.get("model", states)
         self.upgrade_state_dict(states)
         for name, own in self.state_dict().items():
-            given = states.get(name)
-            if given is not None and given.dim() == own.dim() == 2 and given.shape[1] == own.shape[1]:
-                rows = min(len(given), len(own))
-                states[name] = torch.cat([given[:rows].to(own.dtype), own[rows:]])
+            source = states.get(name)
+            if source is not None and source.dim() == own.dim() == 2 and source.shape[1] == own.shape[1]:
+                rows = min(len(source), len(own))
+                states[name] = torch.cat([source[:rows].to(own.dtype), own[rows:]])
         if load_sep:
             for end in ("encoder", "decoder"):
                 table = states[f"{end}.embed_tokens.weight"]
@@ -113,7 +113,7 @@ class NgramTransformerProphetModel(FairseqEncoderDecoderModel):
         self.load_state_dict(states)
 
 
-# In the authors' vocabulary a token of its own ends sentences, and BERT's [SEP] is another.
+# In the authors' vocabulary a separate token ends sentences, not BERT's [SEP].
 SENTENCE_END, BERT_SEP = 2, 102
 
 
@@ -129,7 +129,7 @@ def _encoder_config(args: Namespace) -> TransformerConfig:
 
 
 def _initialize(module: nn.Module) -> None:
-    """Initialises weights as BERT and the authors do: normal with 0.02, biases 0."""
+    """Initialises weights like BERT and the authors: normal with standard deviation 0.02, biases 0."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -156,7 +156,7 @@ def transformer_large(args: Namespace) -> None:
 
 
 def _complete(args: Namespace, column: int) -> None:
-    """Sets what the user has not."""
+    """Sets the arguments that the user has not set."""
     sizes = {f"{end}_{name}": sizes[column] for end in ("encoder", "decoder") for name, sizes in SIZES.items()}
     for name, value in (sizes | DEFAULTS).items():
         if getattr(args, name, None) is None:

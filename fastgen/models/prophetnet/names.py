@@ -1,4 +1,4 @@
-"""Names under which fairseq knows ProphetNet; a program that brings its own, as the authors do, gets them.
+"""ProphetNet's names in fairseq's registries; a `--user-dir` with its own ProphetNet, like the authors', gets them.
 
 Tests: tests/models/prophetnet/test_prophetnet.py
 """
@@ -16,7 +16,7 @@ ARCHITECTURES = (NAME, f"{NAME}_base", f"{NAME}_large")
 
 
 def _entries() -> dict[str, list[tuple[dict[str, Any], str]]]:
-    """What was registered: for each kind its registries and the names in them, the main one first."""
+    """Returns what was registered: for each kind its registries and the names in them, the main one first."""
     by_architecture = (models.ARCH_MODEL_REGISTRY, models.ARCH_MODEL_NAME_REGISTRY, models.ARCH_CONFIG_REGISTRY)
     return {
         "model": [
@@ -33,13 +33,13 @@ def _entries() -> dict[str, list[tuple[dict[str, Any], str]]]:
 
 
 def import_user_module(original: Callable, args: Any) -> None:
-    """`fairseq.utils.import_user_module`, for `--user-dir`: the program's own models, tasks and criteria come first.
+    """Replaces `fairseq.utils.import_user_module`, so that a `--user-dir` may register the same names.
 
-    While it runs the names are free; afterwards they are fastgen's again where nobody has taken them.
+    The names are free while it runs; afterwards those that nobody has taken are fastgen's again.
     """
     if getattr(args, "user_dir", None) is None:
         return original(args)
-    kept = {
+    freed = {
         kind: [(registry, name, registry.pop(name)) for registry, name in entries if name in registry]
         for kind, entries in _entries().items()
         if entries[0][0][entries[0][1]].__module__.startswith("fastgen.")
@@ -47,7 +47,7 @@ def import_user_module(original: Callable, args: Any) -> None:
     try:
         return original(args)
     finally:
-        for kind, entries in kept.items():
+        for kind, entries in freed.items():
             main, name = _entries()[kind][0]
             if name not in main:
                 for registry, key, value in entries:

@@ -1,4 +1,4 @@
-"""The task of ProphetNet's users: translation, or summarization, with BERT's vocabulary.
+"""ProphetNet's task: translation or summarization with BERT's vocabulary.
 
 Tests: tests/models/prophetnet/test_prophetnet.py
 """

@@ -1,4 +1,4 @@
-"""The sizes of UniLM: those of BERT, and which segment is the source and which the target.
+"""The configuration of UniLM: BERT's sizes, and the segments of source and target.
 
 Tests: tests/models/test_registration.py
 """
@@ -16,14 +16,14 @@ class UniLMConfig(PreTrainedConfig):
     The names are those of BERT's configuration. The defaults are a base model of 12 layers and width 768, with the ids
     of BERT's uncased vocabulary.
 
-    type_vocab_size: segments that have an embedding; 0 for none, as in version 2.
-    source_type_id, target_type_id: segments of source and target. The large models of version 1 have 6 segments, of
-        which 4 and 5 are for sequence to sequence.
+    type_vocab_size: number of segments with an embedding; 0 in version 2.
+    source_type_id, target_type_id: segments of source and target. The large models of version 1 have 6 segments; 4 and
+        5 are for sequence to sequence.
     layer_norm_eps: 1e-5, as in the published decoder.
-    mask_token_id: `[MASK]`, which asks for the next token.
+    mask_token_id: `[MASK]`, at whose position the next token is predicted.
     eos_token_id: `[SEP]`, which ends source and target.
-    rel_pos_bins: bins of version 2's relative positions, where published 32; 0 for none.
-    max_rel_pos: the distance from which on they are all alike.
+    rel_pos_bins: number of bins of version 2's relative positions, 32 in published models; 0 for none.
+    max_rel_pos: the distance from which on all distances share a bin.
 
     Raises ValueError for a `rel_pos_bins` that is neither 0 nor a multiple of 4, for a `max_rel_pos` that is not more
     than a quarter of them, for a `num_attention_heads` that does not divide `hidden_size`, for a `mask_token_id`
@@ -59,7 +59,7 @@ class UniLMConfig(PreTrainedConfig):
         tie_word_embeddings: bool = True,
         **kwargs: Any,
     ) -> None:
-        import fastgen.models.unilm.modeling  # noqa: F401  # who makes a configuration wants a model: AutoModel finds it
+        import fastgen.models.unilm.modeling  # noqa: F401  # registers the model with AutoModel
 
         if rel_pos_bins < 0 or rel_pos_bins % 4:
             raise ValueError(f"rel_pos_bins={rel_pos_bins}: 0 or a multiple of 4")

@@ -1,4 +1,4 @@
-"""The network of UniLM, BERT's, with a `[MASK]` that may be seen by itself only.
+"""The network of UniLM: BERT's, with a `[MASK]` that only itself sees.
 
 Modules are named so that the state dict has the published names.
 
@@ -20,7 +20,7 @@ from fastgen.models.unilm.configuration import UniLMConfig
 
 
 class UniLMEmbeddings(nn.Module):
-    """Sums of word, position and segment embeddings, `[rows, length, hidden_size]`."""
+    """The sums of word, position and segment embeddings, `[rows, length, hidden_size]`."""
 
     def __init__(self, config: UniLMConfig) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class UniLMEmbeddings(nn.Module):
 
 
 class UniLMSelfAttention(nn.Module):
-    """Attention to the tokens of the cache and the given ones; an appended `[MASK]` attends to itself besides."""
+    """Attention to the tokens of the cache and the inputs; an appended `[MASK]` also attends to itself."""
 
     def __init__(self, config: UniLMConfig, layer_idx: int) -> None:
         super().__init__()
@@ -53,10 +53,10 @@ class UniLMSelfAttention(nn.Module):
     def forward(
         self, hidden: Tensor, bias: Tensor, own_bias: Tensor | float, cache: Cache | None, append_mask: bool
     ) -> Tensor:
-        """The output `[rows, L, width]` before its projection.
+        """Returns the output `[rows, L, width]` before its projection.
 
-        hidden `[rows, L, width]`, the last of which is `[MASK]` if append_mask; bias `[rows, 1 or heads, L, N]` is
-        added to the scores of the N keys that are not `[MASK]`'s, own_bias `[heads, 1, 1]` to that of its own.
+        hidden `[rows, L, width]`, ending with `[MASK]` if append_mask; bias `[rows, 1 or heads, L, N]` is added to the
+        scores of the N keys without `[MASK]`'s, own_bias `[heads, 1, 1]` to the score of its own key.
         """
         query, key, value = (
             linear(hidden).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [rows, heads, L, D]
@@ -66,7 +66,7 @@ class UniLMSelfAttention(nn.Module):
         keys, values = key[:, :, :tokens], value[:, :, :tokens]
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
-        first = 0 if append_mask and tokens == 1 else tokens  # a single token goes with [MASK] into one product
+        first = 0 if append_mask and tokens == 1 else tokens  # a single token and [MASK] share one product
         parts = []
         if first:
             seen, dropout = bias[:, :, :first], self.dropout if self.training else 0.0
@@ -88,13 +88,13 @@ def attention_with_own(
     own_value: Tensor,
     own_bias: Tensor | float,
 ) -> Tensor:
-    """Attention in which the last query sees one key more than the others, its own.
+    """Computes attention in which the last query sees one more key than the others, its own.
 
     query `[rows, heads, L, D]`; keys and values `[rows, heads, N, D]`; own_key and own_value `[rows, heads, 1, D]`.
-    bias, broadcasting to `[rows, heads, L, N]`, is added to scores, with -inf for what is not seen; own_bias,
-    broadcasting to `[rows, heads, 1, 1]`, to the score of the last query's own key. Result `[rows, heads, L, D]`.
+    bias, broadcasting to `[rows, heads, L, N]`, is added to scores, with -inf for hidden keys; own_bias, broadcasting
+    to `[rows, heads, 1, 1]`, to the score of the last query's own key. Result `[rows, heads, L, D]`.
 
-    Its own key is not appended to the others, which may be stored in parts that all rows of an input share.
+    The own key is not appended to the others, which may be stored in segments that all rows of an input share.
     """
     query = query * query.shape[-1] ** -0.5
     scores = query @ keys.transpose(-1, -2) + bias
@@ -106,7 +106,7 @@ def attention_with_own(
 
 
 class UniLMLayer(nn.Module):
-    """Attention and feed-forward, each with its input added and then normalized."""
+    """Attention and a feed-forward layer, each followed by a sum with its input and a layer norm."""
 
     def __init__(self, config: UniLMConfig, layer_idx: int) -> None:
         super().__init__()
@@ -117,13 +117,13 @@ class UniLMLayer(nn.Module):
         self.output = BertOutput(config)
 
     def forward(self, hidden: Tensor, *attention: Any) -> Tensor:
-        """attention: what `UniLMSelfAttention` is given besides."""
+        """Runs the layer; attention: the further arguments of `UniLMSelfAttention`."""
         attended = self.attention["output"](self.attention["self"](hidden, *attention), hidden)
         return self.output(self.intermediate(attended), attended)
 
 
 class UniLMEncoder(nn.Module):
-    """All layers, one after the other."""
+    """The layers in sequence."""
 
     def __init__(self, config: UniLMConfig) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class UniLMEncoder(nn.Module):
 
 
 class UniLMHead(nn.Module):
-    """Logits `[rows, length, vocab_size]` from hidden states; the weights are those of the word embeddings."""
+    """The output layer: logits `[rows, length, vocab_size]`, with the weights of the word embeddings."""
 
     def __init__(self, config: UniLMConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Who sees whom: the three kinds of self-attention masks of UniLM (Figure 1 and §2.3 of the paper).
+"""The three kinds of self-attention masks of UniLM (Figure 1 and §2.3 of the paper).
 
 Tests: tests/models/unilm/test_unilm_masks.py
 """
@@ -12,30 +12,30 @@ KINDS = ("bidirectional", "left-to-right", "sequence-to-sequence")
 
 
 def visible(queries: Tensor, keys: Tensor, source_end: Tensor | int) -> Tensor:
-    """Whether a query sees a key: all of the source is seen by all, the rest by what comes after it and by itself.
+    """Returns whether each query sees each key: all see the source, and later tokens see earlier ones and themselves.
 
     queries `[…, L, 1]`, keys `[…, 1, N]`: their places in the sequence; source_end: the place where the source ends,
     broadcasting to `[…, L, N]`. Result `[…, L, N]`, boolean.
 
-    Source before target, so a source that sees all of itself sees nothing of the target.
+    The source comes before the target, so it sees nothing of the target.
     """
     return (keys <= queries) | (keys < source_end)
 
 
 def attention_masks(kind: str, lengths: Tensor, source_lengths: Tensor | None = None) -> Tensor:
-    """The masks of sequences that are padded at their ends: which token (second axis) sees which (third axis).
+    """Returns the masks of sequences padded at their ends: which token (second axis) sees which (third axis).
 
     kind: one of `KINDS`.
         "bidirectional": every token sees all tokens of its sequence.
-        "left-to-right": every token sees itself and what is before it.
-        "sequence-to-sequence": a source token sees the source; a target token sees the source, itself, and what is
-        before it in the target.
+        "left-to-right": every token sees itself and the tokens before it.
+        "sequence-to-sequence": a source token sees the source; a target token sees the source, itself, and earlier
+        tokens of the target.
     lengths `[rows]`, int64: tokens of each sequence, source and target together.
-    source_lengths `[rows]`, int64: how many of them are source; for "sequence-to-sequence" only.
-    Result `[rows, longest, longest]`, boolean, True for what is seen. Padding is seen by nobody.
+    source_lengths `[rows]`, int64: tokens of each source; for "sequence-to-sequence" only.
+    Result `[rows, longest, longest]`, boolean, True for visible tokens. Padding is never visible.
 
-    The paper's right-to-left mask is left out. Raises ValueError for another kind, and where `source_lengths` is
-    missing or out of place.
+    The paper's right-to-left mask is not supported. Raises ValueError for another kind, and if `source_lengths` is
+    missing or not needed.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r}: choose from {', '.join(KINDS)}")

@@ -1,7 +1,7 @@
 """UniLM: one encoder-only network that writes a target after a source (arXiv:1905.03197, §2.2 to §2.5).
 
-`[CLS] source [SEP]` is the prompt of `generate`. At every step the input is the last token and, behind it, `[MASK]`,
-whose output tells the next token. The keys of `[MASK]` are of that step only, so they never enter the cache.
+`[CLS] source [SEP]` is the prompt of `generate`. At every step the input is the last token, followed by `[MASK]`, whose
+output predicts the next token. The keys of `[MASK]` belong to that step only, so they never enter the cache.
 
 Tests: tests/models/unilm/test_unilm_generate.py
 """
@@ -38,32 +38,32 @@ OLD_CACHES = "cache_position" in inspect.signature(DynamicLayer.get_mask_sizes).
 
 
 class InTarget(LogitsProcessor):
-    """A processor that is shown the target only, not the `source_length` tokens before it."""
+    """A logits processor that sees the target only, without the `source_length` tokens before it."""
 
     def __init__(self, processor: LogitsProcessor, source_length: int) -> None:
         self.processor, self.source_length = processor, source_length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """input_ids `[rows, length]`, scores `[rows, vocab_size]`; returns scores."""
+        """Returns the processed scores `[rows, vocab_size]`; input_ids `[rows, length]`."""
         return self.processor(input_ids[:, self.source_length :], scores)
 
 
 class UniLMForConditionalGeneration(PreTrainedModel, GenerationMixin):
     """UniLM for sequence-to-sequence: for `generate` a decoder-only model whose prompt is the source.
 
-    Follows the published decoder: the source sees all of itself, the target what is before it, segments differ,
-    `[MASK]` is fed at each step at the next position, and what is kept of a step is the token, not `[MASK]`. Version
-    2's pseudo-masked training ends in the same decoder, with relative positions (`rel_pos_bins`).
+    It follows the published decoder: the source sees all of itself, the target what precedes it, segments differ,
+    `[MASK]` is fed at each step at the next position, and a step keeps the keys of the token, not of `[MASK]`. Version
+    2's pseudo-masked training uses the same decoder, with relative positions (`rel_pos_bins`).
 
-    Where it differs:
-    - `generate` returns source and target, as with every decoder-only model: cut off the first `input_ids.shape[1]`.
+    Differences:
+    - `generate` returns source and target, like every decoder-only model: cut off the first `input_ids.shape[1]`.
     - Sources are padded on the left (`tokenizer.padding_side = "left"`); the published decoder pads on the right.
       Positions count from the first token that is not padding, so both give the same.
-    - `generate` raises ValueError where it would ask for several tokens at once (assistants, prompt lookup), give the
-      source in parts (`prefill_chunk_size`), or run out of positions.
-    - Keys and values are kept, where version 1's decoder keeps hidden states and multiplies them again at each step.
+    - `generate` raises ValueError if several tokens are predicted at a time (assistants, prompt lookup), the source
+      comes in parts (`prefill_chunk_size`), or there are too few positions.
+    - Keys and values are cached; version 1's decoder stores hidden states and multiplies them again at each step.
     - Attention weights as an output are not supported.
-    - `[CLS]`'s pooled output and next-sentence prediction have no part in generation and are left out.
+    - `[CLS]`'s pooled output and next-sentence prediction are not needed for generation and are omitted.
 
     Names in its state dict are the published ones (`bert.encoder.layer.0.attention.self.query.weight`,
     `cls.predictions.bias`); `load_published` reads such files.
@@ -76,7 +76,7 @@ class UniLMForConditionalGeneration(PreTrainedModel, GenerationMixin):
     input_modalities = ("text",)
     _supports_sdpa = True
     _can_compile_fullgraph = True
-    _is_stateful = True  # so that `generate` refuses assistants: a forward tells one token, not several
+    _is_stateful = True  # makes `generate` refuse assistants: a forward predicts one token, not several
     _no_split_modules: ClassVar[list[str]] = ["UniLMLayer"]
     _tied_weights_keys: ClassVar[dict[str, str]] = {
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight"
@@ -109,23 +109,23 @@ class UniLMForConditionalGeneration(PreTrainedModel, GenerationMixin):
         source_length: int | None = None,
         append_mask: bool = False,
     ) -> CausalLMOutputWithPast:
-        """Logits of the tokens given, or of the one that comes next.
+        """Returns the logits of the input tokens, or of the next one.
 
         input_ids `[rows, length]`, int64: tokens that follow those of the cache.
-        attention_mask: `[rows, cached + length]`, 0 for padding; or who sees whom, `[rows, length, cached + length]`
-            (see `attention_masks`) or `[rows, 1, length, cached + length]`, boolean.
-        token_type_ids, position_ids `[rows, length]`, int64. The segments of source and target, and positions counted
-            from the first token that is not padding, where not given.
-        labels `[rows, length]`, int64: tokens to be told at their places, -100 where there is nothing to tell. This is
-            the masked-target objective (§2.3): `input_ids` hold `[MASK]` there.
-        source_length: how many of `input_ids`, from the first, are source; None for all. 0 for tokens after a source
-            that is in the cache.
-        append_mask: whether `[MASK]` is put behind the last token, as `generate` does. It sees what the last token
+        attention_mask: `[rows, cached + length]`, 0 for padding; or a boolean mask of visible keys,
+            `[rows, length, cached + length]` (see `attention_masks`) or `[rows, 1, length, cached + length]`.
+        token_type_ids, position_ids `[rows, length]`, int64. By default the segments of source and target, and
+            positions counted from the first token that is not padding.
+        labels `[rows, length]`, int64: tokens to predict at their places, -100 where nothing is to be predicted. This
+            is the masked-target objective (§2.3): `input_ids` hold `[MASK]` there.
+        source_length: the number of `input_ids`, from the first, that are source; None for all. 0 for tokens after a
+            source that is in the cache.
+        append_mask: whether `[MASK]` is appended after the last token, as in `generate`. It sees what the last token
             sees, and itself.
 
-        The output's `logits` are `[rows, length, vocab_size]`, or with append_mask `[rows, 1, vocab_size]`, those of
-        the next token. `loss`: the mean cross-entropy over labels. `cache` (`past_key_values` before
-        transformers 5.24): without `[MASK]`.
+        The output's `logits` are `[rows, length, vocab_size]`, or with append_mask `[rows, 1, vocab_size]`, for the
+        next token. `loss`: the mean cross-entropy over labels. `cache` (`past_key_values` before transformers 5.24):
+        does not contain `[MASK]`.
 
         Raises ValueError for labels together with append_mask.
         """
@@ -158,9 +158,9 @@ class UniLMForConditionalGeneration(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, source_length: int, token_type_ids: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """The forward's arguments of a step. source_length: that of the prompt, padding included.
+        """Returns the forward's arguments for a step. source_length: the length of the prompt with padding.
 
-        token_type_ids are not used: BERT's tokenizer gives those of BERT, and the segments here are known.
+        token_type_ids are ignored: BERT's tokenizer returns BERT's, and the segments here are known.
         """
         inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
         cached = input_ids.shape[1] - inputs["input_ids"].shape[1]
@@ -176,14 +176,14 @@ class UniLMForConditionalGeneration(PreTrainedModel, GenerationMixin):
         is_first_iteration: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        """Who sees whom, `[rows, 1, length, capacity]`, for caches with a fixed capacity, for which `generate` asks."""
+        """Returns the boolean mask `[rows, 1, length, capacity]`; `generate` calls it for caches of fixed capacity."""
         length = inputs_embeds.shape[1]
         return _seen(inputs_embeds, attention_mask, cache, length if is_first_iteration else 0)
 
     def _prefill(
         self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        model_kwargs["source_length"] = input_ids.shape[1]  # steps without a cache have to know it
+        model_kwargs["source_length"] = input_ids.shape[1]  # steps without a cache need it
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     def _validate_generated_length(self, generation_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -200,7 +200,7 @@ class UniLMForConditionalGeneration(PreTrainedModel, GenerationMixin):
             )
 
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
-        """The library's, but repeated n-grams are looked for in the target, as in the published decoder."""
+        """Returns the library's processors, but blocks n-grams in the target only, like the published decoder."""
         length = kwargs["input_ids_seq_length"]
         return LogitsProcessorList(
             InTarget(one, length) if isinstance(one, NoRepeatNGramLogitsProcessor) else one
@@ -215,7 +215,7 @@ class UniLMForConditionalGeneration(PreTrainedModel, GenerationMixin):
         return (torch.arange(length, device=input_ids.device) + cached).expand_as(input_ids)
 
     def _biases(self, seen: Tensor, cached: int | Tensor, append_mask: bool) -> tuple[Tensor, Tensor | float]:
-        """What is added to scores, `[rows, heads, L, N]`, and to that of `[MASK]` with itself.
+        """Returns what is added to scores, `[rows, heads, L, N]`, and to the score of `[MASK]` with itself.
 
         `[MASK]` sees the keys that the token before it sees.
         """
@@ -241,7 +241,7 @@ class UniLMForConditionalGeneration(PreTrainedModel, GenerationMixin):
         self.cls["predictions"].decoder = new_embeddings
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Does as the library; new tokens have a bias of 0."""
+        """Resizes the embeddings like the library; new tokens have an output bias of 0."""
         embeddings = super().resize_token_embeddings(*args, **kwargs)
         head = self.cls["predictions"]
         head.bias = nn.Parameter(functional.pad(head.bias.detach(), (0, len(embeddings.weight) - len(head.bias))))
@@ -255,14 +255,14 @@ class UniLMForConditionalGeneration(PreTrainedModel, GenerationMixin):
 
 
 def _append(ids: Tensor, value: int) -> Tensor:
-    """ids `[rows, length]` with one more column, of this value."""
+    """Returns ids `[rows, length]` with another column of this value."""
     return functional.pad(ids, (0, 1), value=value)
 
 
 def _seen(tokens: Tensor, attention_mask: Tensor | None, cache: Cache | None, source_length: int) -> Tensor:
-    """Who sees whom, `[rows or 1, 1, length, cached + length]`, boolean; for a fixed capacity, as many keys as that.
+    """Returns the boolean mask `[rows or 1, 1, length, cached + length]`, with as many keys as a fixed capacity.
 
-    tokens `[rows, length, …]` are only asked for their length and device.
+    Only the length and device of tokens `[rows, length, …]` are used.
     """
     if attention_mask is not None and attention_mask.dim() > 2:
         return (attention_mask if attention_mask.dim() == 4 else attention_mask[:, None]).bool()

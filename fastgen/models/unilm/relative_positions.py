@@ -1,4 +1,4 @@
-"""Relative positions of UniLM's version 2: what is added to scores for how far a key is from a query.
+"""Relative positions of UniLM's version 2: biases of scores that depend on the distance from query to key.
 
 Tests: tests/models/unilm/test_unilm_generate.py
 """
@@ -12,22 +12,22 @@ from torch import Tensor, nn
 
 
 class RelativePositions(nn.Linear):
-    """One number for each head and bin, the same in all layers; its weight is `[heads, bins]`, as published."""
+    """One number for each head and bin, shared by all layers; the weight is `[heads, bins]`, as published."""
 
     def __init__(self, bins: int, heads: int, most: int) -> None:
         super().__init__(bins, heads, bias=False)
         self.most = most
 
     def forward(self, distances: Tensor) -> Tensor:
-        """What is added to the scores, `[heads, L, N]`, for distances from query to key `[L, N]`, int64."""
+        """Returns what is added to scores, `[heads, L, N]`, for distances from query to key `[L, N]`, int64."""
         return self.weight[:, bins_of(distances, self.in_features, self.most)]
 
 
 def bins_of(distances: Tensor, bins: int, most: int) -> Tensor:
-    """The bins `[…]` of distances `[…]`, int64, positive where the key comes after the query.
+    """Returns the bins `[…]` of distances `[…]`, int64, positive if the key comes after the query.
 
-    Half of the bins is for each direction. In each half the near distances have a bin of their own, those up to `most`
-    share bins in logarithmic steps, and all beyond share the last (T5, arXiv:1910.10683, §2.1).
+    Half of the bins is for each direction. In each half, near distances have their own bins, those up to `most` share
+    bins in logarithmic steps, and all others share the last (T5, arXiv:1910.10683, §2.1).
     """
     half, alone = bins // 2, bins // 4
     away = distances.abs()
@@ -37,10 +37,10 @@ def bins_of(distances: Tensor, bins: int, most: int) -> Tensor:
 
 
 def distances_of(seen: Tensor, cached: int | Tensor, append_mask: bool) -> Tensor:
-    """How far each key is from each query, `[L, N]`, for masks `[rows, 1, L, N]`; of a `[MASK]` behind them, too.
+    """Returns the distance of each key from each query, `[L, N]`, for masks `[rows, 1, L, N]`; appends `[MASK]`'s.
 
-    cached: how many keys come before those of the queries. For a single query that is asked from the mask: the last key
-    that it sees is its own, also where keys are preceded by hidden ones that are not counted.
+    cached: the number of keys before those of the queries. For a single query it is read from the mask: the last key
+    that it sees is its own, even if hidden keys, which are not counted, come first.
     """
     length, count = seen.shape[-2:]
     keys = torch.arange(count, device=seen.device)

@@ -1,4 +1,4 @@
-"""AutoTokenizer takes BERT's tokenizer for UniLM."""
+"""Registers BERT's tokenizer for UniLM with AutoTokenizer."""
 
 from transformers import AutoTokenizer, BertTokenizerFast
 

@@ -23,19 +23,19 @@ def masked_target_batch(
     mask_probability: float = 0.7,
     generator: torch.Generator | None = None,
 ) -> dict[str, Tensor]:
-    """Arguments of `UniLMForConditionalGeneration`'s forward for a training step.
+    """Returns the arguments of `UniLMForConditionalGeneration`'s forward for a training step.
 
-    sources: token ids as the tokenizer gives them, `[CLS] … [SEP]`.
-    targets: token ids without special tokens; `[SEP]` (`config.eos_token_id`) is put behind each.
-    mask_probability: the share of target tokens, `[SEP]` among them, that become `[MASK]`. Each row has one at least.
-    generator: where random numbers come from; on the CPU.
+    sources: token ids from the tokenizer, `[CLS] … [SEP]`.
+    targets: token ids without special tokens; `[SEP]` (`config.eos_token_id`) is appended to each.
+    mask_probability: the share of target tokens, including `[SEP]`, that become `[MASK]`; at least one in each row.
+    generator: the source of random numbers, on the CPU.
 
     Returns, for `[rows, longest]` tokens, padded at the end: `input_ids`, `token_type_ids` and `labels` (-100 where
     nothing is masked), int64, and `attention_mask` `[rows, longest, longest]`, boolean, sequence-to-sequence.
 
-    Follows the paper's fine-tuning, but a chosen token is always `[MASK]`, where the paper keeps one in ten and draws
-    one in ten at random. Raises ValueError for a `mask_probability` outside of 0 to 1, for numbers of sources and
-    targets that differ or are 0, and for sequences longer than `config.max_position_embeddings`.
+    It follows the paper's fine-tuning, but a chosen token always becomes `[MASK]`; the paper keeps one in ten and draws
+    one in ten at random. Raises ValueError for a `mask_probability` outside 0 to 1, for numbers of sources and targets
+    that differ or are 0, and for sequences longer than `config.max_position_embeddings`.
     """
     if not 0 <= mask_probability <= 1:
         raise ValueError(f"mask_probability={mask_probability}: from 0 to 1")

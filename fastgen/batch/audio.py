@@ -1,8 +1,8 @@
-"""Sound in and sound out: audio files through the feature extractor, and waveforms to WAV files.
+"""Audio input and output: audio files through the feature extractor, and waveforms to WAV files.
 
-What is wrong with a file is its line's error and stops no other. Nothing is cut to what a model hears: a transcript
-of the first half of a recording looks like any other. Whisper's generate takes the features of a longer recording in
-one piece, and hears one window of them after the other (section 3.8 of its paper).
+A problem with a file is its line's error and does not stop other lines. Recordings are never truncated to the model's
+window, because a transcript of the first half looks like any other. Whisper's generate takes the features of a longer
+recording in one piece, and processes one window after the other (section 3.8 of its paper).
 
 Tests: tests/batch/test_audio.py, tests/batch/test_sounds.py
 """
@@ -26,21 +26,21 @@ from fastgen.batch.files import Line
 from fastgen.batch.planner import GeneratedBatch, Item
 from fastgen.batch.records import LONGEST_RECORD, RecordError, items_of
 
-LONG = "long"  # the group of recordings that the model hears in several windows
-UNKNOWN_FRAMES = (1 << 63) - 1  # libsndfile's number for a FLAC that does not say it
-# Sizes of the samples in bytes, as the header has them and as the file has them, in libsndfile's notes.
+LONG = "long"  # the group of recordings that the model processes in several windows
+UNKNOWN_FRAMES = (1 << 63) - 1  # libsndfile's number for a FLAC without a length
+# The size of the samples in bytes in the header and in the file, from libsndfile's log.
 CORRECTED_SIZE = re.compile(r"^ *(?:data|SSND|Data Size) *: (\d+) \(should be (\d+)\)", re.MULTILINE)
 SIZE_OF_STREAMS = 0x7FFF0000  # and more: 0x7FFFFFFF, 0xFFFFFFFF, …
-BYTES_WITH_LENGTH = 200  # of an MP3's first frame
-MP3_GRANULE = 576  # samples, of which a whole MP3 frame has one or two
+BYTES_WITH_LENGTH = 200  # the part of an MP3's first frame that may contain the length
+MP3_GRANULE = 576  # samples; an MP3 frame has one or two granules
 
 logger = logging.getLogger(__name__)
 
 
 class AudioInput:
-    """Makes of lines, each the path of an audio file, what the feature extractor makes of their sounds.
+    """Turns lines, each the path of an audio file, into the feature extractor's arrays.
 
-    is_long_form: sounds may be longer than the model hears at once.
+    is_long_form: whether recordings may be longer than the model's window.
     """
 
     def __init__(self, feature_extractor: Any, args: BatchConfig, is_long_form: bool = False) -> None:
@@ -48,14 +48,14 @@ class AudioInput:
         self.line_bytes = LONGEST_RECORD
 
     def prepare(self, lines: list[Line]) -> list[Item]:
-        """An item for each line; paths are relative to the current folder."""
+        """Returns an item for each line; paths are relative to the current folder."""
         return items_of(lines, self._args, self._fill)
 
     def collate(self, items: list[Item]) -> dict[str, torch.Tensor]:
-        """Several inputs as one batch: padded to the longest, with an attention_mask for extractors that give one.
+        """Returns several inputs as one batch, padded to the longest, with the extractor's attention_mask if any.
 
-        Whisper's inputs [M, 3000] have one length already, long recordings [M, F] become [B, M, longest F] with zeros
-        behind each; Speech2Text's [N, M] become [B, longest N, M] with int32 attention_mask [B, longest N].
+        Whisper's inputs [M, 3000] all have one length; long recordings [M, F] become [B, M, longest F], padded with
+        zeros; Speech2Text's [N, M] become [B, longest N, M] with int32 attention_mask [B, longest N].
         """
         arrays = [item.arrays for item in items if item.arrays is not None]
         if items[0].group != LONG:
@@ -83,17 +83,17 @@ class AudioInput:
                 item.arrays = _extract(extractor, samples)
         except RecordError as error:
             raise RecordError(f"{name}: {error}") from error
-        except Exception as error:  # files of strangers, read by libraries that raise what they like
+        except Exception as error:  # untrusted files, read by libraries that raise anything
             raise RecordError(f"{name}: cannot be read ({reason(error)})") from error
-        # Frames, of which an attention mask counts those that are not padding.
+        # The number of frames; an attention mask counts those that are not padding.
         mask, features = item.arrays.get("attention_mask"), next(iter(item.arrays.values()))
         item.length = max(features.shape) if mask is None else int(mask.sum())
 
 
 def _extract(feature_extractor: Any, samples: np.ndarray, **options: Any) -> dict[str, np.ndarray]:
-    """What the model hears of float32 samples [S] at its own rate; raises RecordError where that is nothing."""
+    """Returns the features of float32 samples [S] at the model's rate. Raises RecordError if they are unusable."""
     rate = feature_extractor.sampling_rate
-    with np.errstate(all="ignore"):  # what comes of it is looked at below
+    with np.errstate(all="ignore"):  # the result is checked below
         features = feature_extractor(samples, sampling_rate=rate, return_tensors="np", **options)
     arrays = {name: value[0] for name, value in features.items()}
     if any(array.size == 0 for array in arrays.values()):
@@ -104,18 +104,18 @@ def _extract(feature_extractor: Any, samples: np.ndarray, **options: Any) -> dic
 
 
 def _read(path: Path, rate: int, most_samples: int | None) -> np.ndarray:
-    """The sound of a file at a sampling rate, float32 [S], its channels averaged; raises RecordError.
+    """Returns the sound of a file at a sampling rate, float32 [S], with channels averaged. Raises RecordError.
 
-    most_samples: how many of them the model hears. A file that has more is not read.
+    most_samples: the most samples that the model accepts. Longer files are not read.
     """
-    import soundfile  # of the audio extra, which other tasks do without
+    import soundfile  # from the audio extra, which other tasks do not need
     import soxr
 
     if not path.is_file():
         raise RecordError("is a folder (accepted: an audio file)" if path.is_dir() else "there is no such file")
-    path.open("rb").close()  # of a file that it may not open, libsndfile says no more than "System error"
+    path.open("rb").close()  # without permission, libsndfile would only say "System error"
     try:
-        # Not a file object, in which libsndfile looks for the sound at byte 0 only, and cuts what is behind a tag.
+        # Not a file object: there libsndfile searches for the sound at byte 0 only, and cuts it off after a tag.
         with soundfile.SoundFile(os.fsencode(path)) as file:
             own_rate, frames = file.samplerate, file.frames
             if frames == UNKNOWN_FRAMES:
@@ -138,10 +138,10 @@ def _read(path: Path, rate: int, most_samples: int | None) -> np.ndarray:
 
 
 def _frames_of_header(frames: int, log: str) -> int:
-    """Returns the header's number of frames. frames: libsndfile's number; log: libsndfile's notes on opening the file.
+    """Returns the header's number of frames. frames: libsndfile's number; log: libsndfile's log of opening the file.
 
-    libsndfile corrects a header by the size of the file, and notes it. Programs that write to a pipe say a size that
-    no file has.
+    libsndfile corrects a header by the size of the file, and logs that. Programs that write to a pipe put an impossible
+    size into the header.
     """
     if (corrected := CORRECTED_SIZE.search(log)) is None or int(corrected[1]) >= SIZE_OF_STREAMS:
         return frames
@@ -149,7 +149,7 @@ def _frames_of_header(frames: int, log: str) -> int:
 
 
 def _mp3_has_length(path: Path) -> bool:
-    """Whether the first frame of an MP3 says how many there are; of others libsndfile estimates it by their size."""
+    """Whether the first frame of an MP3 has the number of frames; otherwise libsndfile estimates it from the size."""
     with path.open("rb") as file:
         start = file.read(10)
         has_tag = start.startswith(b"ID3")
@@ -160,37 +160,37 @@ def _mp3_has_length(path: Path) -> bool:
 
 
 def _warn_of_estimate(path: Path, frames_read: int, estimated: int, rate: int) -> None:
-    """Says where an MP3 is not as long as it was taken for; an estimate that is too short ends the reading there."""
+    """Warns if an MP3's length differs from the estimate; reading stops at an estimate that is too short."""
     is_cut = frames_read == estimated and frames_read % MP3_GRANULE > 0
     if is_cut or frames_read < estimated:
         logger.warning(
             "%s: its header has no length; libsndfile estimates %g s, and reads %g s%s",
-            *(path, estimated / rate, frames_read / rate, "; the sound goes on after that" if is_cut else ""),
+            *(path, estimated / rate, frames_read / rate, "; the sound continues after that" if is_cut else ""),
         )
 
 
 class SoundFolder:
-    """The folder OUTPUT.audio: mono WAV files of one sampling rate, one for each line; threads may write to it.
+    """The folder OUTPUT.audio: mono WAV files with one sampling rate, one for each line; threads may write to it.
 
-    During a run it is OUTPUT.part.audio. It gets its name just before OUTPUT does.
+    During a run it is OUTPUT.part.audio. It is renamed just before OUTPUT is.
     """
 
     def __init__(self, args: BatchConfig, sampling_rate: int) -> None:
-        target = os.path.realpath(args.output)  # if OUTPUT is a link, what it points to
+        target = os.path.realpath(args.output)  # the target, if OUTPUT is a link
         self._accepted = f"accepted: {args.named('overwrite', True)}, with {args.named('resume', True)}"
         self.folder, self._part = Path(target + ".audio"), Path(target + ".part.audio")
         self.sampling_rate = sampling_rate
 
     def begin(self, resumes: bool) -> None:
-        """Clears what an earlier run has left, or takes it up."""
-        if resumes and not self._part.exists() and self.folder.exists():  # killed between its names
+        """Removes the files of an earlier run, or resumes it."""
+        if resumes and not self._part.exists() and self.folder.exists():  # killed after the folder was renamed
             os.rename(self.folder, self._part)
         elif not resumes:
             shutil.rmtree(self._part, ignore_errors=True)
         self._part.mkdir(exist_ok=True)
 
     def finish(self, generated: GeneratedBatch) -> float:
-        """Writes the items' sounds and fills their outputs; returns how many seconds there are."""
+        """Writes the items' sounds, fills their outputs, and returns the seconds of sound."""
         total = 0.0
         for item, samples in zip(generated.items, generated.sounds or (), strict=True):
             if not len(samples):
@@ -203,10 +203,10 @@ class SoundFolder:
         return total
 
     def write(self, number: int, samples: np.ndarray) -> str:
-        """Writes the sound of a line, float32 [S] between -1 and 1, and returns the path that it will have.
+        """Writes the sound of a line, float32 [S] between -1 and 1, and returns its final path.
 
-        Samples are kept as they are, not rounded to 16 bits, and the same samples give the same bytes. A file that a
-        kill has left half is written again: its line is not in the journal.
+        Samples are not rounded to 16 bits, and the same samples give the same bytes. An incomplete file of a killed run
+        is written again, because its line is not in the journal.
         """
         data = samples.astype("<f4").tobytes()
         form = struct.pack("<4sIHHIIHHH", b"fmt ", 18, 3, 1, self.sampling_rate, 4 * self.sampling_rate, 4, 32, 0)
@@ -216,7 +216,7 @@ class SoundFolder:
         return str(self.folder / name)
 
     def complete(self, overwrite: bool) -> None:
-        """Gives the folder its name; raises InputError where there is something that it may not replace."""
+        """Gives the folder its final name. Raises InputError if that would replace something without permission."""
         if self.folder.exists():
             if not overwrite:
                 raise InputError(f"OUTPUT: {self.folder} already exists ({self._accepted})")

@@ -1,7 +1,7 @@
-"""What a run is to do: every setting, the values that it accepts, and what contradicts.
+"""The settings of a run, the values that they accept, and contradictions between them.
 
-Names and meanings are FastSeq's, so that its command lines keep working; every field of transformers' GenerationConfig
-is a setting as well. Nothing here imports torch: a mistake is reported before anything slow happens.
+Names and meanings are FastSeq's, so that its command lines still work; every field of transformers' GenerationConfig is
+also a setting. Nothing here imports torch: mistakes are reported before anything slow happens.
 
 Tests: tests/batch/test_settings.py, tests/cli/transformers/test_flags.py
 """
@@ -23,11 +23,11 @@ from fastgen.batch.errors import InputError
 
 STREAM = "-"  # INPUT: standard input, OUTPUT: standard output
 AUDIO_OUT = ("text-to-speech", "speech-to-speech")  # OUTPUT names audio files
-# That fastgen knows, whatever MODEL has settings for.
+# The tasks of fastgen, in addition to those that MODEL has settings for.
 TASKS = ("automatic-speech-recognition", "speech-to-text", *AUDIO_OUT, "translation")
 FORMATS = ("text", "jsonl", "openai")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# Of these only one is accepted at a time.
+# Settings of which only one is accepted.
 EXCLUSIVE = (
     *(("dtype", "fp16", "bf16"), ("truncation", "no_truncation"), ("max_length", "max_new_tokens")),
     *(("retry_failed", "overwrite"), ("retry_failed", "merge")),
@@ -39,25 +39,25 @@ OTHER_NAMES = {
     "batch_size": "bs",
     "without_fastseq_opt": "without_fastgen_opt",
 }
-# What asks generate for which of its settings.
+# Settings of the run that set these settings of generate.
 ASKS_FOR = {"forced_bos_token": "forced_bos_token_id", "tgt_lang": "forced_bos_token_id", "src_lang": "language"}
-# Settings of generate that nobody can change. What is no setting at all is found by settings.py.
+# Settings of generate that cannot be set. settings.py detects names that are no settings.
 REFUSED_SETTINGS = (
     *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
     *("return_segments", "return_token_timestamps", "streamer", "logits_processor", "stopping_criteria"),
     *("prefix_allowed_tokens_fn", "assistant_model", "is_assistant", "compile_config", "continuous_batching_config"),
 )
 
-# Counts, lengths, token ids and seeds all fit; what is beyond would overflow inside torch.
+# Counts, lengths, token ids and seeds fit; larger numbers would overflow inside torch.
 LARGEST_NUMBER = 2**31 - 1
-UNSET = {"-1": None}  # FastSeq's number for "not given"
+UNSET = {"-1": None}  # FastSeq's number for "not set"
 AUTO = {"auto": "auto"}
 
-Check = Callable[[Any], Any]  # returns the value that a setting means, or raises BadValue
+Check = Callable[[Any], Any]  # returns the parsed value of a setting, or raises BadValue
 
 
 class BadValue(ValueError):
-    """A value that a setting does not accept. The message says why; the caller knows which setting it is."""
+    """A value that a setting does not accept. The message says why; the caller adds the name of the setting."""
 
 
 def _number(convert: Callable[[Any], Any], accepted: str, fits: Callable[[Any], bool]) -> Check:
@@ -74,15 +74,15 @@ def _number(convert: Callable[[Any], Any], accepted: str, fits: Callable[[Any], 
 
 
 def whole(minimum: int, words: dict[str, Any] | None = None) -> Check:
-    """Returns the check of whole numbers from `minimum` on, and of words that stand for values of their own."""
-    known = words or {}
-    accepted = ", or ".join([f"a whole number, {minimum} to {LARGEST_NUMBER}", *known])
+    """Returns the check of whole numbers from `minimum` on, and of words for special values."""
+    values = words or {}
+    accepted = ", or ".join([f"a whole number, {minimum} to {LARGEST_NUMBER}", *values])
     number = _number(
         lambda value: int(value) if isinstance(value, str) else operator.index(value),
         accepted,
         lambda n: minimum <= n <= LARGEST_NUMBER,
     )
-    return lambda value: known[value] if isinstance(value, str) and value in known else number(value)
+    return lambda value: values[value] if isinstance(value, str) and value in values else number(value)
 
 
 def real(above: float = -math.inf, up_to: float = math.inf) -> Check:
@@ -93,7 +93,7 @@ def real(above: float = -math.inf, up_to: float = math.inf) -> Check:
 
 
 def one_of(*values: Any) -> Check:
-    """Returns the check of these values, or of their names in capitals or not."""
+    """Returns the check of these values, or of their names in any case."""
     named = {str(value).lower(): value for value in values}
 
     def check(value: Any) -> Any:
@@ -111,7 +111,7 @@ def text(value: Any) -> str:
 
 
 def json_object(value: Any) -> dict[str, Any]:
-    """The check of an object, or of the path of a JSON file that holds one."""
+    """Checks and returns an object, or the object in a JSON file with this path."""
     values = value
     if isinstance(value, str):
         try:
@@ -125,7 +125,7 @@ def json_object(value: Any) -> dict[str, Any]:
 
 
 flag = one_of(True, False)
-# Settings of generate whose values are checked here, however they are given; GenerationConfig checks all.
+# Checks of some settings of generate, for flags and Python alike; GenerationConfig checks all settings later.
 CHECKS: dict[str, Check] = {
     **dict.fromkeys(("num_beams", "num_return_sequences", "max_length", "max_new_tokens"), whole(1)),
     "min_length": whole(0, UNSET),
@@ -138,17 +138,17 @@ CHECKS: dict[str, Check] = {
     **dict.fromkeys(("logprob_threshold", "no_speech_threshold", "compression_ratio_threshold"), real()),
     **dict.fromkeys(("do_sample", "use_cache", "renormalize_logits", "remove_invalid_values"), flag),
     **dict.fromkeys(("return_timestamps", "condition_on_prev_tokens"), flag),
-    "early_stopping": one_of(True, False, "never"),  # as transformers takes it
+    "early_stopping": one_of(True, False, "never"),  # the values that transformers accepts
 }
 
 
 def as_argument(name: str, value: Any = None) -> str:
-    """Returns a setting as it is written in Python."""
+    """Returns a setting in the form of a Python argument."""
     return name if value is None else f"{name}={value!r}"
 
 
 def _setting(help: str, default: Any = None, **metadata: Any) -> Any:
-    """A field that the command has as a flag. accepts: the check of its values; nargs, const, metavar: argparse's."""
+    """Returns a field that is also a flag. accepts: the check of its values; nargs, const, metavar: argparse's."""
     metadata = {"help": help, "accepts": text, **metadata}
     if default == []:
         return field(default_factory=list, metadata=metadata)
@@ -171,9 +171,9 @@ def _choice(help: str, metavar: str, *values: str) -> Any:
 class BatchConfig:
     """The settings of a run: the command's flags by name, which docs/commands.md describes.
 
-    Raises InputError for values that are not accepted, and for settings that contradict each other; what a task does
-    not take is the task's to say. What formats and names of files imply is filled in. gen: settings of generate by
-    name. named: how messages call a setting, by its name and its value, if there is one.
+    Raises InputError for values that are not accepted, and for contradictory settings; tasks check whether they support
+    a setting. Settings implied by formats and file names are filled in. gen: settings of generate by name. named: turns
+    the name and the value, if any, of a setting into its form in messages.
     """
 
     model: str = _setting("local folder, hub name, or demo for the model in fastgen")
@@ -186,7 +186,7 @@ class BatchConfig:
     task: str | None = _setting("speech-to-text, text-to-speech, translation, …", metavar="NAME")
     device: str | None = _setting("cpu, cuda, cuda:1, … (default: cuda if there is one)", metavar="NAME")
     workers: Any = _whole("processes with a model each, or auto (needs ray)", words=AUTO)
-    resume: bool = _switch("go on with the run that left OUTPUT.part")
+    resume: bool = _switch("resume the run that left OUTPUT.part")
     overwrite: bool = _switch("replace OUTPUT or --score_path that is there")
     retry_failed: bool = _switch("only the lines of OUTPUT that failed, in place")
     quiet: bool = _switch("no progress on stderr, only what went wrong")
@@ -273,17 +273,17 @@ class BatchConfig:
 
     @property
     def writes_records(self) -> bool:
-        """Whether OUTPUT does."""
+        """Whether OUTPUT holds JSON."""
         return self.output_format != "text"
 
     def given(self, name: str) -> str:
-        """Returns a setting as a message calls it, with its value; empty if it is not set."""
+        """Returns a setting and its value in the form for messages; empty if it is not set."""
         value = vars(self)[name] if name in vars(self) else dict(self.gen).get(name)
         is_unset = value is None or value is False or value == getattr(BatchConfig, name, None)
         return "" if is_unset else self.named(name, value)
 
     def check_outputs(self, number: int) -> None:
-        """Raises InputError for several outputs on a line of text, unless that is asked for."""
+        """Raises InputError for several outputs per line of text, unless `join_outputs` is set."""
         if number > 1 and not self.join_outputs and not self.writes_records:
             asked, joined = self.named("num_return_sequences", number), self.named("join_outputs", True)
             ways = f"{self.named('output_format', 'jsonl')}, or {joined} to join them with ####"
@@ -309,13 +309,13 @@ class BatchConfig:
                 scores = f"{self.named('output_sequence_scores', True)}, {self.named('output_format', 'jsonl')}"
                 raise InputError(f"{what} cannot be set: a run asks generate for what it writes (for scores: {scores})")
         for name in ("temperature", "top_k", "top_p"):
-            # Long recordings are sampled where one of several temperatures has to be taken.
+            # Long recordings are sampled if one of several temperatures must be chosen.
             samples = settings.get("do_sample", from_file.get("do_sample"))
             if self.given(name) and not samples and not isinstance(settings[name], (list, tuple)):
                 raise InputError(f"{self.given(name)} has no effect without {self.named('do_sample')}")
         self.check_outputs(settings.get("num_return_sequences") or 1)
         for name in ("max_length", "max_new_tokens"):
-            # A causal LM's shortest length counts the prompt, so nothing can be said before the prompts are known.
+            # A causal LM's shortest length counts the prompt, so it cannot be checked before the prompts are known.
             counts_alike = name == "max_length" or not self.causal_lm
             if counts_alike and (settings.get("min_length") or 0) > (settings.get(name) or math.inf):
                 raise InputError(f"{self.given('min_length')} is more than {self.given(name)}")
@@ -347,13 +347,13 @@ def settings_of_run() -> tuple[Any, ...]:
 
 
 def is_jsonl(path: str) -> bool:
-    """Whether a file's name says that it holds JSON records, one on each line."""
+    """Whether a file's name implies JSON records, one per line."""
     return re.search(r"\.jsonl(\.(gz|bz2|xz|zst))?$", path.lower()) is not None
 
 
 @cache
 def generation_fields() -> tuple[str, ...]:
-    """The fields of the installed GenerationConfig, read from its source: importing it takes seconds."""
+    """Returns the fields of the installed GenerationConfig, read from its source: importing it takes seconds."""
     spec = find_spec("transformers")
     folders = spec.submodule_search_locations if spec is not None else None
     source = Path((folders or [""])[0]) / "generation" / "configuration_utils.py"
@@ -363,6 +363,6 @@ def generation_fields() -> tuple[str, ...]:
 
 
 def _checked_setting(name: str, value: Any) -> Any:
-    """Returns the value of a setting of generate; a single value of one in CHECKS is checked."""
+    """Returns the value of a setting of generate, after the check in CHECKS if it is a single value."""
     takes_list = isinstance(value, (list, tuple)) and (name.endswith("_token_id") or name == "temperature")
     return CHECKS[name](value) if name in CHECKS and value is not None and not takes_list else value

@@ -1,4 +1,4 @@
-"""What ends a run early: errors that a user can do something about, and requests to stop.
+"""Early ends of a run: errors that a user can fix, and requests to stop.
 
 Tests: tests/cli/transformers/test_flags.py, tests/cli/transformers/test_ends.py
 """
@@ -12,22 +12,22 @@ from importlib.util import find_spec
 
 
 class InputError(Exception):
-    """A setting, file or model that cannot be used. The message names it, its value, and what would be accepted."""
+    """A setting, file or model cannot be used. The message names it, its value, and what would be accepted."""
 
-    def __str__(self) -> str:  # a library's own message may have lines
+    def __str__(self) -> str:  # a library's message may have several lines
         return " ".join(super().__str__().split())
 
 
 class RunError(Exception):
-    """A run that cannot continue, whatever its settings are. The message is one line."""
+    """A run cannot continue, whatever its settings are. The message is one line."""
 
 
 @dataclass
 class Stop:
-    """Whether somebody asks the run to end; a command adds to `requests`.
+    """The requests that the run should end; a command counts them in `requests`.
 
-    finishing: the first request waits for the present work, such as a batch. is_patient: the run ends by itself after
-    the first request, however long it takes.
+    finishing: whether the first request waits for the present work, such as a batch. is_patient: whether the run ends
+    by itself after the first request, however long it takes.
     """
 
     requests: int = 0
@@ -36,19 +36,19 @@ class Stop:
 
 
 def reason(error: BaseException) -> str:
-    """An exception's type and message in one line."""
+    """Returns an exception's type and message in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
 def check_packages(*names: str, needed_by: str = "") -> None:
-    """Raises InputError with what to install if Python finds one of them nowhere."""
+    """Raises InputError with what to install if a package is missing."""
     if missing := [name for name in names if find_spec(name) is None]:
         raise InputError(
             f"{needed_by} needs the package {' and '.join(missing)}: pip install {' '.join(missing)}".lstrip()
         )
 
 
-def did_you_mean(name: str, known: Collection[str], otherwise: str, before: str = "") -> str:
-    """A hint for a name that is not known, in brackets: the nearest one that is, with what stands before it."""
-    near = get_close_matches(name, sorted(known), n=1)
+def did_you_mean(name: str, names: Collection[str], otherwise: str, before: str = "") -> str:
+    """Returns a hint for an unknown name, in brackets: the nearest of `names` with a prefix, or else `otherwise`."""
+    near = get_close_matches(name, sorted(names), n=1)
     return f" (did you mean {before}{near[0]}?)" if near else f" ({otherwise})"

@@ -1,6 +1,6 @@
-"""Files, streams and URLs, compressed or not: reading lines in small parts, and writing files whole or not at all.
+"""Files, streams and URLs, compressed or not: reading lines in small parts, and writing files completely or not at all.
 
-INPUT is read once over, to know what it is, and then again, however large it is.
+INPUT is read twice, however large it is: first for a survey.
 
 Tests: tests/batch/test_files.py, tests/batch/test_journal.py
 """
@@ -27,44 +27,44 @@ from fastgen.batch.errors import InputError, check_packages
 
 READ_BLOCK = 1 << 16
 LINES_AT_ONCE = 64
-NO_VALUE = object()  # of a line of a file
+NO_VALUE = object()  # the value of lines of a file
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
 @dataclass(slots=True)
 class Line:
-    """One input as it stands in INPUT, or a value that is none of a file."""
+    """One line of INPUT, or an input from Python."""
 
-    number: int  # counted from 1 over all lines of INPUT
-    raw: bytes = b""  # without its line end
-    cut: bool = False  # whether `raw` is only what the line begins with
+    number: int  # from 1, over all lines of INPUT
+    raw: bytes = b""  # without the line end
+    cut: bool = False  # whether `raw` is only the beginning of the line
     value: Any = NO_VALUE  # a text, a list of messages or a path
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What one pass over a file finds. A last line counts without its line end, too."""
+    """The result of one pass over a file. A last line without a line end also counts."""
 
     lines: int
     sha256: str
 
 
 def is_stream(path: str) -> bool:
-    """Whether `path` is read or written once from end to end: standard input, a pipe, a device, <(…)."""
+    """Whether `path` can be read or written only once: standard input, a pipe, a device, <(…)."""
     return path == STREAM or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
 
 
 def is_url(path: str) -> bool:
-    """Whether `path` is no local file, but one that fsspec opens: s3://…, hf://…, memory://…"""
+    """Whether fsspec opens `path`: s3://…, hf://…, memory://…"""
     return "://" in path
 
 
 @contextmanager
 def opened(flag: str, path: str, raw: bool = False) -> Iterator[Any]:
-    """A binary file to read from, decompressed by its name unless `raw`; raises InputError with the flag's name.
+    """Opens a binary file for reading, decompressed by its name unless `raw`. Raises InputError with the flag's name.
 
-    Local ones are not buffered, and standard input not through sys.stdin: Python ends while a thread still waits in a
-    read, and the lock of a buffer that such a thread holds would be fatal then.
+    Local files are not buffered, and standard input is not read through sys.stdin: Python may end while a thread waits
+    in a read, and the lock of a buffer that such a thread holds would be fatal then.
     """
     if path == STREAM and sys.stdin is None:
         raise InputError(f"{flag} {path}: standard input is closed")
@@ -72,7 +72,7 @@ def opened(flag: str, path: str, raw: bool = False) -> Iterator[Any]:
         check_packages("zstandard", needed_by=f"{flag} {path}")
     try:
         if is_url(path) or (path.endswith(COMPRESSED) and not raw):
-            import fsspec  # takes a moment, and most inputs do without
+            import fsspec  # slow, and most inputs do not need it
 
             file = fsspec.open(path, "rb", compression=None if raw else "infer").open()
         else:
@@ -94,18 +94,18 @@ def opened(flag: str, path: str, raw: bool = False) -> Iterator[Any]:
 
 
 def _read(file: Any) -> bytes:
-    """Bytes that have arrived; `b""` means the end of the file."""
-    while (block := file.read(READ_BLOCK)) is None:  # a pipe that somebody else has set to non-blocking
+    """Returns bytes that have arrived; `b""` means the end of the file."""
+    while (block := file.read(READ_BLOCK)) is None:  # another process may have made the pipe non-blocking
         select.select([file], [], [])
     return block
 
 
 def _blocks(file: Any) -> Iterator[tuple[bytes, bytes]]:
-    """The blocks of a file, and the same with LFs at the ends of lines: a file may begin with lone CRs, and no LF."""
+    """Yields the blocks of a file, each also with LFs at line ends: a file may begin with lone CRs and no LF."""
     raw = b""
     while len(raw) < READ_BLOCK and b"\n" not in raw and (more := _read(file)):
         raw += more
-    has_crs = b"\n" not in raw and b"\r" in raw[:-1]  # behind the last byte there may be the LF of a CRLF
+    has_crs = b"\n" not in raw and b"\r" in raw[:-1]  # the LF of a CRLF may follow the last byte
     while raw:
         yield raw, raw.replace(b"\r", b"\n") if has_crs else raw
         raw = _read(file)
@@ -126,9 +126,9 @@ def survey(path: str) -> Survey:
 def read_chunks(
     path: str, n_obs: int | None = None, lines: int = LINES_AT_ONCE, longest: int = sys.maxsize
 ) -> Iterator[list[Line]]:
-    """The lines of INPUT up to the one with the number `n_obs`, up to `lines` of one block of it at a time.
+    """Yields the lines of INPUT up to number `n_obs`, in chunks of at most `lines` lines from one block.
 
-    From a stream that is slow it has those that are there. Of a line of more than `longest` bytes so many are kept.
+    Chunks from a slow stream have the lines that have arrived. Lines of more than `longest` bytes are cut.
     """
     number, last = 0, sys.maxsize if n_obs is None else n_obs
     with opened("INPUT", path) as file:
@@ -138,23 +138,23 @@ def read_chunks(
                 yield [Line(place, raw[:longest], len(raw) > longest) for place, raw in chunk]
                 number += min(lines, len(ended) - start)
                 if number >= last:
-                    return  # without waiting for lines that are not wanted
+                    return  # without waiting for further lines
 
 
 def raw_lines(flag: str, path: str, longest: int = sys.maxsize) -> Iterator[bytes]:
-    """The lines of a file without their line feeds, one at a time; of longer ones `longest` bytes or more."""
+    """Yields the lines of a file without line feeds; lines longer than `longest` bytes may be cut after these."""
     with opened(flag, path) as file:
         for ended in _ended_lines(file, longest):
             yield from ended
 
 
 def _ended_lines(file: Any, longest: int) -> Iterator[list[bytes]]:
-    """All lines, those together that end in one block; a last line may lack its end.
+    """Yields lists of lines that end in the same block; a last line may have no line end.
 
-    Of a line of more than `longest` bytes at least so many are there, and a byte more, but perhaps not all.
-    Not splitlines: it would also cut at form feeds and at the CR of CRLF, and line numbers would shift.
+    Of a line longer than `longest` bytes, at least one byte more than these is there, but perhaps not all. Does not use
+    splitlines: it would also split at form feeds and at the CR of CRLF, and line numbers would shift.
     """
-    begun: list[bytes] = []  # joined once: a line of many blocks would be copied for each
+    begun: list[bytes] = []  # joined once, so that a long line is not copied for each block
     held = 0
     for _, block in _blocks(file):
         *ended, rest = block.split(b"\n")
@@ -193,22 +193,22 @@ def check_writable(flag: str, path: str, sources: dict[str, str | None]) -> None
                 raise InputError(f"{flag} {path}: is the same file as {other_flag}")
             if real in ways:
                 raise InputError(f"{flag} {path}: would be written by way of {other}, which is {other_flag}")
-        # As long as the longest name that is written there.
+        # As long as the longest name of a file that is written there.
         with tempfile.NamedTemporaryFile(prefix=f"{target.name}.part.", dir=target.parent):
             pass
     except OSError as error:
         raise InputError(f"{flag} {path}: cannot be written ({error.strerror})") from error
-    except (ImportError, ValueError) as error:  # a package that is not there, or a protocol that fsspec has not
+    except (ImportError, ValueError) as error:  # a missing package, or a protocol that fsspec does not have
         raise InputError(f"{flag} {path}: {error}") from error
 
 
 def beside(path: Path, end: str) -> Path:
-    """Returns a path next to OUTPUT: OUTPUT, .part -> OUTPUT.part."""
+    """Returns a path next to OUTPUT, such as OUTPUT.part for the end `.part`."""
     return path.with_name(path.name + end)
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file by way of PATH.new, so that it appears whole or not at all."""
+    """Writes a file through PATH.new, so that it appears completely or not at all."""
     new = beside(path, ".new")
     try:
         with named(new), FileIO(new, "w") as file:
@@ -220,20 +220,20 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Writes without a buffer: what an error or a signal leaves in one is written at a time that nobody chose."""
+    """Writes without a buffer: after an error or a signal, the rest of a buffer would be written at any time."""
     rest = memoryview(data)
     while rest:
         try:
             rest = rest[os.write(descriptor, rest) :]
-        except BlockingIOError:  # a pipe that somebody else has set to non-blocking
+        except BlockingIOError:  # another process may have made the pipe non-blocking
             select.select([], [descriptor], [])
 
 
 @contextmanager
 def compressing(file: IO[bytes], name: str) -> Iterator[Any]:
-    """What compresses as the name says; gzip with no time in it, so that the same records give the same bytes.
+    """Yields a writer that compresses by the file's name; gzip stores no time, so equal records give equal bytes.
 
-    It may close `file` (zstandard does), and have `write` only.
+    It may close `file` (zstandard does), and may only have `write`.
     """
     if name.endswith(".gz"):
         with GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0) as packed:
@@ -249,9 +249,9 @@ def compressing(file: IO[bytes], name: str) -> Iterator[Any]:
 
 
 def upload(path: Path, url: str, keeps: bool) -> None:
-    """Copies a local file to where fsspec writes it; raises OSError, whatever the file system raises.
+    """Copies a local file to a URL with fsspec. Raises OSError, whatever the file system raises.
 
-    keeps: what is there after an upload that failed may be an earlier file; else it is a part of this one, and goes.
+    keeps: whether a file at the URL after a failed upload may be an earlier one; otherwise it is partial, and removed.
     """
     from fsspec.core import url_to_fs
 
@@ -275,7 +275,7 @@ def sha256(file: Any) -> str:
 
 @contextmanager
 def named(path: Path | str) -> Iterator[None]:
-    """Gives errors of file descriptors the name of their file."""
+    """Adds the name of the file to errors of file descriptors."""
     try:
         yield
     except OSError as error:

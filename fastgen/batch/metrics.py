@@ -20,10 +20,10 @@ ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 
 
 def references_of(args: BatchConfig, lines: int | None, counts_words: bool) -> list[str] | None:
-    """Returns the references of --reference_path, or else of the records of INPUT; None if nothing is to be scored.
+    """Returns the references of --reference_path, or else in the records of INPUT; None if nothing is scored.
 
-    lines: of INPUT, None if it can be read only once. counts_words: whether there is a word error rate. Raises
-    InputError if references, or a package for the scores, are missing.
+    lines: the number of lines of INPUT, None if it can be read only once. counts_words: whether the word error rate is
+    computed. Raises InputError if references, or a package for the scores, are missing.
     """
     if args.reference_path is None and args.reference_field is None:
         return None
@@ -40,7 +40,7 @@ def references_of(args: BatchConfig, lines: int | None, counts_words: bool) -> l
 
 
 def read_references(flag: str, path: str, reference_field: str | None = None) -> list[str]:
-    """What to compare each line's output with: the lines of a UTF-8 file, or a field of its JSON records."""
+    """Returns the reference of each line: the lines of a UTF-8 file, or a field of its JSON records."""
     references = []
     for number, raw in enumerate(raw_lines(flag, path), start=1):
         try:
@@ -58,7 +58,7 @@ def read_references(flag: str, path: str, reference_field: str | None = None) ->
 def scores_of_output(
     args: BatchConfig, references: list[str] | None, lines: int, counts_words: bool
 ) -> dict[str, Any] | None:
-    """Returns the scores of the first output of each of so many lines; writes them to `score_path`, if it may."""
+    """Returns the scores of the first output of each line, and writes them to `score_path` if it is set."""
     if references is None:
         return None
     _check_count(args, references, lines)
@@ -70,12 +70,12 @@ def scores_of_output(
 
 
 def score(outputs: list[str], references: list[str], transcripts: bool = False) -> dict[str, Any]:
-    """Scores of `outputs` against as many `references`.
+    """Returns the scores of `outputs` against as many `references`.
 
-    rouge1, rouge2, rougeL: mean F1 over the lines with stemming, 0 to 1. bleu and chrf: sacrebleu's of the corpus, 0 to
-    100, and their signatures say how they were computed. exact_match: share of lines that are equal but for white space
-    at their ends, 0 to 1. lines: how many were scored, without those that are empty on both sides. wer, of transcripts:
-    jiwer's of the corpus, wrong words by words of the references, where capitals and punctuation count.
+    rouge1, rouge2, rougeL: mean F1 over the lines with stemming, 0 to 1. bleu, chrf: sacrebleu's corpus scores, 0 to
+    100, with signatures that say how they were computed. exact_match: the share of lines that are equal except for
+    white space at their ends, 0 to 1. lines: the number of scored lines, without those that are empty on both sides.
+    wer, for transcripts: jiwer's corpus score, wrong words per word of the references, with case and punctuation.
     """
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu.metrics import BLEU, CHRF

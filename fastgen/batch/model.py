@@ -1,4 +1,4 @@
-"""Device, model and tokenizer of a run, and what they cannot take, each found before it fails with a traceback.
+"""Device, model and tokenizer of a run, and checks of their limits, which come before any traceback.
 
 Tests: tests/batch/test_settings.py, tests/batch/test_bad_input.py
 """
@@ -22,11 +22,11 @@ from fastgen.batch.errors import InputError, reason
 from fastgen.batch.signature import misspelt, model_folder
 
 LONGEST_LIST = 100  # characters of names of weights in a message
-# Their positions are computed, for as many tokens as there are; what the config says is no limit.
+# Models that compute positions for any number of tokens; the number in the config is no limit.
 GROWING_POSITIONS = ("fsmt", "m2m_100", "nllb-moe", "xglm")
-# Tokenizers without a limit of their own say 10**30.
+# Tokenizers without a limit have 10**30.
 NO_LIMIT = 10**9
-SPEECH_TO_SPEECH = {  # the library has no class that finds them
+SPEECH_TO_SPEECH = {  # the library has no auto class for them
     "seamless_m4t": "SeamlessM4TForSpeechToSpeech",
     "seamless_m4t_v2": "SeamlessM4Tv2ForSpeechToSpeech",
 }
@@ -34,11 +34,11 @@ SPEECH_TO_SPEECH = {  # the library has no class that finds them
 
 @dataclass
 class Loaded:
-    """A model in evaluation mode on its device, a tokenizer that can pad, and what generate is called with.
+    """A model in evaluation mode on its device, a tokenizer that can pad, and the arguments of generate.
 
-    feature_extractor: what turns sound into the model's inputs; None for models that read text. reads: the part of the
-    model that reads tokens of inputs, "encoder" or "decoder"; None where they are sounds. settings: arguments of
-    generate. task_params: what the model's config keeps for the task. notes: what a user should know.
+    feature_extractor: turns sound into the model's inputs; None for models that read text. reads: the part of the model
+    that reads tokens of inputs, "encoder" or "decoder"; None if inputs are sounds. settings: arguments of generate.
+    task_params: the settings for the task in the model's config. notes: messages for the user.
     """
 
     args: BatchConfig
@@ -52,25 +52,25 @@ class Loaded:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs go; accelerate moves them on, where it has put the model's first weights on disk."""
+        """The device for inputs; if the model's first weights are on disk, accelerate moves inputs further."""
         device = self.model.device
         return torch.device("cpu") if device.type == "meta" else device
 
     def value(self, name: str) -> Any:
-        """What generate will use, or None where neither flags, nor --generation_config, nor the model say."""
+        """Returns the value that generate will use, or None if neither flags, --generation_config nor model set it."""
         return self.settings[name] if name in self.settings else getattr(self.model.generation_config, name, None)
 
 
 def load(args: BatchConfig, processor: str, has_weights: bool = True) -> Loaded:
-    """Model and tokenizer of MODEL; raises InputError where it does not exist, is broken, or cannot generate.
+    """Loads model and tokenizer. Raises InputError if MODEL does not exist, is broken, or cannot generate.
 
-    processor: the library's class of what makes inputs of lines. has_weights: False for who plans what others generate.
+    processor: the library's class that makes inputs from lines. has_weights: False in a process that only plans.
     """
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     source = str(model_folder(args.model) or args.model)
     try:
         if has_weights:
-            torch.zeros(1, device=device).item()  # read back, which the meta device refuses
+            torch.zeros(1, device=device).item()  # reading fails on the meta device
         with _quiet_loading():
             config = transformers.AutoConfig.from_pretrained(source)
             kind = _class_of(args, config)
@@ -99,7 +99,7 @@ def load(args: BatchConfig, processor: str, has_weights: bool = True) -> Loaded:
 
 
 def _class_of(args: BatchConfig, config: Any) -> Any:
-    """Returns the class that loads the model, by how the settings ask for it."""
+    """Returns the class that loads the model, for the task in the settings."""
     transcribing = auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "AutoModelForSpeechSeq2Seq"
     sounds = {
         "automatic-speech-recognition": transcribing,
@@ -116,17 +116,17 @@ def _class_of(args: BatchConfig, config: Any) -> Any:
     }
     asked = f"with {args.given('task')}" if args.task in sounds else causal if args.causal_lm else of_text
     kind = config.model_type
-    known, name = classes[asked]
-    if kind not in known:
+    supported, name = classes[asked]
+    if kind not in supported:
         ways = " or ".join(way for way, (names, _) in classes.items() if kind in names)
         accepted = f"accepted {ways}" if ways else "accepted: models that generate text from text or from speech"
         raise InputError(f"MODEL {args.model}: {kind} cannot generate {asked} ({accepted})")
-    return getattr(transformers, name or known[kind])
+    return getattr(transformers, name or supported[kind])
 
 
 def prepare_tokenizer(args: BatchConfig, tokenizer: Any, padding_side: str | None) -> None:
-    """Makes sure that it can pad, on this side unless --padding_side says another; None: on its own."""
-    # For a folder without tokenizer files transformers may build a tokenizer that knows no words and raises nothing.
+    """Makes the tokenizer able to pad; padding_side: unless --padding_side is set; None: the tokenizer's own side."""
+    # For a folder without tokenizer files, transformers may silently build a tokenizer without words.
     if not hasattr(tokenizer, "get_vocab") or len(tokenizer.get_vocab()) - len(tokenizer.all_special_tokens) < 2:
         raise InputError(f"MODEL {args.model}: has no tokenizer")
     if tokenizer.pad_token_id is None:
@@ -138,7 +138,7 @@ def prepare_tokenizer(args: BatchConfig, tokenizer: Any, padding_side: str | Non
 
 @contextmanager
 def _quiet_loading() -> Iterator[None]:
-    """Silences the bars and reports of transformers and of the hub: what matters of them is said in one line."""
+    """Silences progress bars and reports of transformers and the hub; a message in one line has what matters."""
     with ExitStack() as after:
         for logger in map(logging.getLogger, ("transformers", "huggingface_hub")):
             after.callback(logger.setLevel, logger.level)
@@ -150,10 +150,10 @@ def _quiet_loading() -> Iterator[None]:
 
 
 def positions(config: Any, part: str) -> int | None:
-    """How many tokens the "encoder" or the "decoder" has positions for; None where there is no limit."""
+    """Returns how many tokens the "encoder" or the "decoder" has positions for; None if there is no limit."""
     if config.model_type in GROWING_POSITIONS:
         return None
-    text_config = getattr(config, part, None)  # a config of its own in EncoderDecoderModel and T5Gemma
+    text_config = getattr(config, part, None)  # EncoderDecoderModel and T5Gemma have separate configs
     if not isinstance(text_config, transformers.PretrainedConfig):
         text_config = config.get_text_config(**{part: True})
     for name in (f"max_{part}_position_embeddings", "max_position_embeddings"):
@@ -164,7 +164,7 @@ def positions(config: Any, part: str) -> int | None:
 
 
 def embedded_tokens(model: Any) -> int | None:
-    """How many tokens the model has an embedding for; a GPU that meets another one does nothing more."""
+    """Returns how many tokens the model has embeddings for; after an invalid one, a GPU process is unusable."""
     try:
         embedding = model.get_input_embeddings()
     except NotImplementedError:
@@ -173,7 +173,7 @@ def embedded_tokens(model: Any) -> int | None:
 
 
 def check_limits(loaded: Loaded) -> None:
-    """Raises InputError for flags that this model cannot follow, whatever the input is."""
+    """Raises InputError for flags that this model does not support, whatever the input."""
     args, config = loaded.args, loaded.model.config
     args.check_outputs(loaded.value("num_return_sequences") or 1)
     limits = {name: positions(config, "decoder") for name in ("max_length", "max_new_tokens") if args.given(name)}
@@ -193,7 +193,7 @@ def check_limits(loaded: Loaded) -> None:
 
 
 def lengths_of_inputs(loaded: Loaded) -> tuple[int | None, tuple[int, str] | None]:
-    """Returns to how many tokens inputs are truncated, and the most that they may have, as `input_limit` does."""
+    """Returns the length to which inputs are truncated, or None, and their limit as from `input_limit`."""
     args, limit = loaded.args, input_limit(loaded)
     asked = args.max_tokenizer_length
     if args.truncation:
@@ -204,15 +204,15 @@ def lengths_of_inputs(loaded: Loaded) -> tuple[int | None, tuple[int, str] | Non
 
 
 def input_limit(loaded: Loaded, new_tokens: int | None = None) -> tuple[int, str] | None:
-    """Returns the most tokens that an input may have, and what sets it; None if nothing does, and for speech.
+    """Returns the most tokens that an input may have, and what sets the limit; None without one, and for speech.
 
-    new_tokens: of a record that asks for so many.
+    new_tokens: the record's own number of tokens to generate.
     """
     args = loaded.args
     if loaded.reads is None:
         return None
     limits = []
-    # --max_tokenizer_length stands in for the tokenizer's own limit.
+    # --max_tokenizer_length replaces the tokenizer's own limit.
     if args.max_tokenizer_length is None and (own := loaded.tokenizer.model_max_length) < NO_LIMIT:
         limits.append((own, f"MODEL's tokenizer; {args.named('max_tokenizer_length')} sets another"))
     number, total = positions(loaded.model.config, loaded.reads), loaded.value("max_length")

@@ -1,10 +1,10 @@
-"""--retry_failed: the lines of a complete OUTPUT that failed are generated again, and their records replaced in it.
+"""--retry_failed: generates the failed lines of a complete OUTPUT again, and replaces their records in it.
 
-    OUTPUT.run.json   which lines failed, and where in OUTPUT their records are: text has no other sign of them
+    OUTPUT.run.json   which lines failed, and where in OUTPUT their records are: in text nothing else marks them
     OUTPUT.part       the journal of these lines alone, which --resume resumes
-    OUTPUT            the old records with the new ones in their places; it appears as a whole
+    OUTPUT            the old records with the new ones in their places; it appears completely or not at all
 
-OUTPUT keeps the signature of the run that made it, by which --resume and --merge know it.
+OUTPUT keeps the signature of its run, by which --resume and --merge recognise it.
 
 Tests: tests/batch/test_retry.py
 """
@@ -22,7 +22,7 @@ from fastgen.batch.signature import DIGEST, differences
 if TYPE_CHECKING:
     from fastgen.batch.audio import SoundFolder
 
-# Flags that decide what a line is, and what its record looks like; others may be why lines failed.
+# Flags that determine lines and the form of records; others may be changed, because they may be why lines failed.
 OF_RECORDS = (
     *("task", "causal_lm", "chat", "input_format", "output_format", "text_field", "id_field", "join_outputs"),
     *("output_sequence_scores", "n_obs", "num_shards", "shard_id"),
@@ -31,13 +31,13 @@ CONTENT = "OUTPUT's content"  # in the signature of the journal
 
 
 class Retry(Journal):
-    """OUTPUT.part of the lines of OUTPUT that failed."""
+    """The journal OUTPUT.part for the failed lines of OUTPUT."""
 
     failed: dict[int, int]
     completed: dict[str, Any]
 
     def _check(self) -> None:
-        self._overwrite = True  # once all is there
+        self._overwrite = True  # after all records are written
         self._asked, run_json = self._args.given("retry_failed"), self._made.name
         completed = self._completed()
         if not self._exists():
@@ -51,11 +51,11 @@ class Retry(Journal):
         if self._is_begun(self._asked):
             self._load()
             if (self.signature or {}).get(CONTENT) == _content(completed.get("before", {})):
-                self.path.unlink()  # killed between the name of OUTPUT and its end
+                self.path.unlink()  # killed after OUTPUT was renamed
                 self.signature, self.failed = None, {}
 
     def check(self, signature: dict[str, Any]) -> bool:
-        """Whether there is no line to retry; raises InputError where records would be of other lines or kinds."""
+        """Returns whether there is no line to retry. Raises InputError if records would have other lines or forms."""
         signature = signature | {CONTENT: _content(self.completed)}
         runs = (self.completed["signature"], signature)
         names = sorted({name for each in runs for name in each} - {self._args.named("retry_failed"), CONTENT})
@@ -78,19 +78,19 @@ class Retry(Journal):
         self.records, self.failures = self.completed["records"], len(still_failed)
 
     def _completes(self, digest: str, failed: dict[int, int]) -> dict[str, Any]:
-        """Returns the new OUTPUT.run.json with the old one in it, which is valid until OUTPUT is replaced."""
+        """Returns the new OUTPUT.run.json, with the old one in it, which is valid until OUTPUT is replaced."""
         before = {name: value for name, value in self.completed.items() if name != "before"}
         retries = [*before.get("retries", ()), {"lines": len(self.failed), "changes": self.changes}]
         now = {"sha256": digest, "failures": len(failed), "failed": failed, "retries": retries}
         return before | now | {"before": before}
 
     def _in_place(self) -> Iterator[bytes]:
-        """The records of OUTPUT, those of lines that had failed as they are now."""
+        """Yields the records of OUTPUT, with the new ones of lines that had failed."""
         numbers = {place: number for number, place in self.failed.items()}
         for place, line in enumerate(files.raw_lines("OUTPUT", self._output)):
             entry = self.entry(numbers[place]) if place in numbers else None
             yield line + b"\n" if entry is None else entry.data
 
 
-def _content(made: dict[str, Any]) -> str:
-    return DIGEST + made.get("sha256", "")
+def _content(run_json: dict[str, Any]) -> str:
+    return DIGEST + run_json.get("sha256", "")

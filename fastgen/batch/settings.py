@@ -1,8 +1,8 @@
-"""What the flags of a run mean for transformers' generate, given the model's own generation_config and its languages.
+"""The settings of transformers' generate for the flags of a run, the model's generation_config and its languages.
 
-Multilingual models differ in where they want the languages. Most tokenizers (NLLB, mBART, M2M100) put the source's
-code around the input and the decoder is forced to begin with the target's. The first mBART and PLBart were trained
-with the target's code as the decoder's first input. SeamlessM4T and Whisper look languages up inside generate.
+Multilingual models differ in where languages go. Most tokenizers (NLLB, mBART, M2M100) put the source's code around the
+input, and the decoder is forced to begin with the target's. The first mBART and PLBart were trained with the target's
+code as the decoder's first input. SeamlessM4T and Whisper look languages up inside generate.
 
 Tests: tests/batch/test_settings.py, tests/batch/test_file_order.py
 """
@@ -23,46 +23,46 @@ from fastgen.batch.errors import InputError, did_you_mean
 from fastgen.batch.model import Loaded, positions
 from fastgen.optimizer.transformers.compat import REPETITION_PENALTY_COUNTS_PADDING
 
-# A model's own value of the second would silently win over the flag that sets the first.
+# A model's own value of the second setting would silently override a flag for the first.
 OVERRULED_BY = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
-# Arguments of a model's own generate that take plain values and that no GenerationConfig needs to have.
+# Arguments of a model's own generate with plain values, which GenerationConfig need not have.
 OWN_ARGUMENTS = (
     *("language", "task", "return_timestamps", "is_multilingual", "condition_on_prev_tokens", "tgt_lang"),
     *("prompt_condition_type", "compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"),
 )
-# Tokenizers of models whose decoder takes the target's code in place of a start token.
+# Tokenizers of models whose decoder begins with the target's code instead of a start token.
 DECODER_STARTS_WITH_LANGUAGE = ("MBartTokenizer", "PLBartTokenizer")
 ACCEPTED = "accepted: fields of transformers' GenerationConfig"
-# What is written into a generation_config.json beside settings.
+# Other fields of a generation_config.json.
 METADATA = ("transformers_version", "_from_model_config", "_commit_hash")
 _MODE = GenerationMode
 MODES = (_MODE.GREEDY_SEARCH, _MODE.SAMPLE, _MODE.BEAM_SEARCH, _MODE.BEAM_SAMPLE, _MODE.ASSISTED_GENERATION)
 
 
 def set_generation(loaded: Loaded, prefixes: tuple[str, ...] = ()) -> None:
-    """Fills `loaded.settings`: the task's settings, and over them those of the run.
+    """Fills `loaded.settings` with the task's settings, overridden by the run's.
 
-    A `generation_config` takes the place that the library gives to `model.generate(generation_config=…)`: what it
-    leaves out stays the model's. prefixes: before the names of settings for one of several models that MODEL consists
-    of. Raises InputError for settings that the library or this model does not know or refuses.
+    A `generation_config` works like `model.generate(generation_config=…)`: settings that it omits stay the model's.
+    prefixes: prefixes of settings for one of the models that MODEL consists of. Raises InputError for settings that the
+    library or this model does not have or refuses.
     """
-    args, own, known = loaded.args, loaded.model.generation_config, known_settings(loaded.model)
+    args, own, setting_names = loaded.args, loaded.model.generation_config, known_settings(loaded.model)
     for key, value in (args.generation_config or {}).items():
-        if key not in known and key not in METADATA:
-            hint = did_you_mean(key, known, ACCEPTED)
+        if key not in setting_names and key not in METADATA:
+            hint = did_you_mean(key, setting_names, ACCEPTED)
             loaded.notes.append(f"note: {args.named('generation_config')}: {key} changes nothing{hint}")
         elif value is not None and key not in METADATA:
             setattr(own, key, value)
-    known |= {prefix + name for prefix in prefixes for name in known}
+    setting_names |= {prefix + name for prefix in prefixes for name in setting_names}
     for key, value in args.gen:
-        if key not in known:
+        if key not in setting_names:
             what = args.named(key, value)
-            raise InputError(f"{what}: there is no such setting{did_you_mean(key, known, ACCEPTED)}")
+            raise InputError(f"{what}: there is no such setting{did_you_mean(key, setting_names, ACCEPTED)}")
     loaded.task_params = _task_params(loaded)
     settings = {name: value for name, value in loaded.task_params.items() if hasattr(own, name)}
     settings |= dict(args.gen) | language_settings(loaded)
     if dict(args.gen).get("max_new_tokens") is not None:
-        settings["max_length"] = None  # it has no effect then, and the library would say so for every batch
+        settings["max_length"] = None  # without effect, and the library would warn for every batch
     for name, stronger in OVERRULED_BY.items():
         if name in settings and stronger not in settings and getattr(own, stronger) is not None:
             settings[stronger] = None
@@ -77,31 +77,31 @@ def set_generation(loaded: Loaded, prefixes: tuple[str, ...] = ()) -> None:
             settings["watermarking_config"] = WatermarkingConfig.from_dict(watermark)
         config.update(**settings)
         mode = config.get_generation_mode()
-    except (ValueError, TypeError, AttributeError) as error:  # what generate would refuse at the first batch
+    except (ValueError, TypeError, AttributeError) as error:  # generate would refuse the first batch
         raise InputError(f"{asked} cannot be used: {error}") from error
     if mode not in MODES or config.cache_implementation == "paged":
         why = f"{mode.value.replace('_', ' ')}, whose code is on the hub" if mode not in MODES else "pages of a cache"
         raise InputError(f"{asked} ask for {why} (accepted: greedy search, sampling, beam search)")
     loaded.settings = settings
-    # These need words, and generate has only tokens.
+    # These settings need a tokenizer.
     if any(loaded.value(name) for name in ("stop_strings", "token_healing")):
         settings["tokenizer"] = loaded.tokenizer
 
 
 def _task_params(loaded: Loaded) -> dict[str, Any]:
-    """Returns what the model's config keeps for the task (its task_specific_params), the prefix of T5 among it.
+    """Returns the settings for the task in the model's config (task_specific_params), such as the prefix of T5.
 
-    Without a task nothing, where FastSeq takes summarization: the library's generate does not use them, either.
+    Empty without a task: the library's generate ignores these settings, too, although FastSeq uses summarization's.
     """
-    args, known = loaded.args, getattr(loaded.model.config, "task_specific_params", None) or {}
-    if (known or args.task) and args.task not in (*TASKS, *known):
+    args, tasks = loaded.args, getattr(loaded.model.config, "task_specific_params", None) or {}
+    if (tasks or args.task) and args.task not in (*TASKS, *tasks):
         asked = args.given("task") or f"a run without {args.named('task')}"
-        loaded.notes.append(f"note: MODEL has no settings for {asked} (it has: {', '.join(known) or 'none'})")
-    return known.get(args.task, {})
+        loaded.notes.append(f"note: MODEL has no settings for {asked} (it has: {', '.join(tasks) or 'none'})")
+    return tasks.get(args.task, {})
 
 
 def known_settings(model: Any) -> set[str]:
-    """Names that the library's GenerationConfig has, and those of the model's own and of its own generate."""
+    """Returns the fields of the library's and the model's GenerationConfig, and arguments of the model's generate."""
     own_arguments = inspect.signature(type(model).generate).parameters
     names = {*vars(GenerationConfig()), *vars(model.generation_config)}
     names |= {name for name in OWN_ARGUMENTS if name in own_arguments}
@@ -109,14 +109,14 @@ def known_settings(model: Any) -> set[str]:
 
 
 def token_ids(value: int | list[int] | None) -> list[int]:
-    """The ids of a setting that is one, several or none."""
+    """Returns the ids of a setting with one, several or none."""
     return [] if value is None else [value] if isinstance(value, int) else list(value)
 
 
 def reasons_to_keep_file_order(loaded: Loaded) -> list[str]:
-    """Why an output depends on what else is in its batch, in the unpatched library: phrases for a note, or nothing.
+    """Returns why an output depends on the rest of its batch in the unpatched library, as phrases for a note.
 
-    Whether a model's outputs depend on padding is the task's to say.
+    `Task.depends_on_padding` adds whether outputs depend on padding.
     """
     value, config, kind = loaded.value, loaded.model.config, loaded.model.config.model_type
     is_sparse = kind == "bigbird_pegasus" and config.attention_type == "block_sparse"
@@ -139,7 +139,7 @@ def reasons_to_keep_file_order(loaded: Loaded) -> list[str]:
 
 
 def draws_by_row(loaded: Loaded, settings: dict[str, Any] | None = None) -> bool:
-    """Whether outputs are sampled with random numbers of each line. settings: other ones than those of the run."""
+    """Whether outputs are sampled with separate random numbers for each line. settings: override the run's."""
     from fastgen.optimizer.transformers.row_draws import can_draw_by_row
 
     def value(name: str) -> Any:
@@ -151,7 +151,7 @@ def draws_by_row(loaded: Loaded, settings: dict[str, Any] | None = None) -> bool
 
 
 def _reasons_of_prompts(loaded: Loaded) -> dict[str, Any]:
-    """Causal LMs continue prompts that are padded on the left, and some settings take padding for prompt."""
+    """Returns settings that treat padding as prompt: causal LMs continue prompts that are padded on the left."""
     value = loaded.value
     counts_prompt, longest = value("max_new_tokens") is None, value("max_length")
     ngram, pad_ends = value("no_repeat_ngram_size") or 0, value("pad_token_id") in token_ids(value("eos_token_id"))
@@ -175,23 +175,23 @@ def _reasons_of_prompts(loaded: Loaded) -> dict[str, Any]:
 
 
 def language_settings(loaded: Loaded) -> dict[str, Any]:
-    """Has the tokenizer mark inputs as texts of --src_lang; returns arguments of generate that begin outputs as asked.
+    """Sets the tokenizer's source language; returns arguments of generate for the beginning of outputs.
 
-    Raises InputError for a language that MODEL has not.
+    Raises InputError for a language that MODEL does not have.
     """
     args, tokenizer = loaded.args, loaded.tokenizer
     takes = inspect.signature(type(loaded.model).generate).parameters
     if "language" in takes:
         return _of_whisper(args, loaded.model.generation_config)
-    known = language_ids(tokenizer)
+    ids = language_ids(tokenizer)
     codes: dict[str, str] = {}
     for name in filter(args.given, ("tgt_lang", "src_lang")):
-        if not (known and hasattr(tokenizer, name)):
+        if not (ids and hasattr(tokenizer, name)):
             raise InputError(f"{args.given(name)}: MODEL {args.model} has no languages to choose from")
-        codes[name] = _find(args, name, getattr(args, name), known)
+        codes[name] = _find(args, name, getattr(args, name), ids)
         setattr(tokenizer, name, codes[name])
     if codes:
-        # Some tokenizers take a new tgt_lang as the language of the texts that come next.
+        # Some tokenizers apply a new tgt_lang to the texts that follow.
         tokenizer.src_lang = tokenizer.src_lang
     if args.forced_bos_token is not None:
         token, index = args.forced_bos_token, tokenizer.convert_tokens_to_ids(args.forced_bos_token)
@@ -205,11 +205,11 @@ def language_settings(loaded: Loaded) -> dict[str, Any]:
     starts = type(tokenizer).__name__.removesuffix("Fast") in DECODER_STARTS_WITH_LANGUAGE
     if starts and (rival := args.given("decoder_start_token_id")):
         raise InputError(f"{rival} and {args.given('tgt_lang')} contradict each other (accepted: one of them)")
-    return {"decoder_start_token_id" if starts else "forced_bos_token_id": known[codes["tgt_lang"]]}
+    return {"decoder_start_token_id" if starts else "forced_bos_token_id": ids[codes["tgt_lang"]]}
 
 
 def language_ids(tokenizer: Any) -> dict[str, int]:
-    """The languages that a tokenizer knows and their token ids; none for a tokenizer that knows no languages."""
+    """Returns a tokenizer's languages and their token ids; empty for a tokenizer without languages."""
     codes = getattr(tokenizer, "lang_code_to_id", None)
     if codes is None:
         if not isinstance(getattr(type(tokenizer), "src_lang", None), property):
@@ -222,7 +222,7 @@ def language_ids(tokenizer: Any) -> dict[str, int]:
 
 
 def _of_whisper(args: BatchConfig, config: Any) -> dict[str, Any]:
-    """Whisper's generate takes names and codes, and refuses a language only when it has been given a batch."""
+    """Returns Whisper's settings for languages: its generate takes names and codes, and checks them with a batch."""
     from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
     if args.tgt_lang is not None:
@@ -232,22 +232,22 @@ def _of_whisper(args: BatchConfig, config: Any) -> dict[str, Any]:
         return {}
     if getattr(config, "lang_to_id", None) is None or not getattr(config, "is_multilingual", True):
         raise InputError(f"{args.given('src_lang')}: MODEL {args.model} has no languages to choose from")
-    known = {token.strip("<|>") for token in config.lang_to_id}
-    known |= {name for name, code in TO_LANGUAGE_CODE.items() if code in known}
-    _find(args, "src_lang", args.src_lang.lower(), known)
+    languages = {token.strip("<|>") for token in config.lang_to_id}
+    languages |= {name for name, code in TO_LANGUAGE_CODE.items() if code in languages}
+    _find(args, "src_lang", args.src_lang.lower(), languages)
     return {"language": args.src_lang}
 
 
-def _find(args: BatchConfig, name: str, language: str, known: Collection[str]) -> str:
-    """The tokenizer's own spelling: PLBart and SeamlessM4T write __eng__."""
+def _find(args: BatchConfig, name: str, language: str, languages: Collection[str]) -> str:
+    """Returns the tokenizer's spelling of a language: PLBart and SeamlessM4T use __eng__."""
     for code in (language, f"__{language}__"):
-        if code in known:
+        if code in languages:
             return code
-    accepted = nearest(language, [code.strip("_") for code in known])
+    accepted = nearest(language, [code.strip("_") for code in languages])
     raise InputError(f"{args.named(name, language)} is not known to MODEL (accepted: {accepted})")
 
 
-def nearest(language: str, known: Collection[str]) -> str:
-    """The languages that are called alike, for a message."""
-    nearest = get_close_matches(language, list(known), n=3, cutoff=0.4) or sorted(known)[:3]
-    return ", ".join(nearest) + (f" and {len(known) - len(nearest)} more" if len(known) > len(nearest) else "")
+def nearest(language: str, languages: Collection[str]) -> str:
+    """Returns languages with similar names, for a message."""
+    nearest = get_close_matches(language, list(languages), n=3, cutoff=0.4) or sorted(languages)[:3]
+    return ", ".join(nearest) + (f" and {len(languages) - len(nearest)} more" if len(languages) > len(nearest) else "")

@@ -1,9 +1,9 @@
-"""--num_shards N --shard_id I: a run for a part of INPUT, on any machine; --merge: what all of them wrote, in order.
+"""--num_shards N --shard_id I: a run for a part of INPUT, on any machine; --merge: the records of all shards in order.
 
-    window of lines  0  1  2  3  4  5        which share no batch, see planner.py
-    of shard         0  1  2  0  1  2        three shards, each with an OUTPUT and a journal of its own
+    window of lines  0  1  2  3  4  5        windows share no batch, see planner.py
+    shard            0  1  2  0  1  2        three shards, each with its own OUTPUT and journal
 
-All shards together make the batches that one run makes, under the same numbers, and so write the same records.
+All shards together make the batches of a single run, with the same numbers, and so write the same records.
 
 Tests: tests/batch/test_shards.py
 """
@@ -24,16 +24,16 @@ from fastgen.batch.journal import Journal
 from fastgen.batch.planner import lines_per_window
 from fastgen.batch.signature import differences
 
-# How each launcher calls the number of a process and how many there are: torchrun and accelerate; Slurm's srun.
+# Variables with the number of a process and the number of processes: of torchrun and accelerate, and of Slurm's srun.
 IN_A_JOB = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
-ARRAY = tuple(f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "MAX", "COUNT"))  # of this task, of all
+ARRAY = tuple(f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "MAX", "COUNT"))  # this task's, and the array's
 INDEX_OF_JOB = "JOB_COMPLETION_INDEX"
 ON_THIS_MACHINE = ("LOCAL_RANK", "SLURM_LOCALID")
 LONGEST_LIST = 1000  # characters of names of files in a message
 
 
 def of_launcher(args: BatchConfig, environ: Mapping[str, str]) -> BatchConfig:
-    """Returns the arguments with numbers in place of auto, and a shard's own OUTPUT; raises InputError for others."""
+    """Returns the arguments with numbers in place of auto, and the shard's OUTPUT. Raises InputError for mistakes."""
     if "auto" in (args.num_shards, args.shard_id):
         args = _with_numbers(args, environ)
     merge, shards, shard = args.named("merge", True), args.named("num_shards"), args.named("shard_id")
@@ -53,12 +53,12 @@ def of_launcher(args: BatchConfig, environ: Mapping[str, str]) -> BatchConfig:
     for scored in filter(None, map(args.given, ("reference_path", "reference_field", "score_path"))):
         why = f"{shard}, which has a part of the output (accepted: with {merge})"
         raise InputError(f"{scored} does not go with {why}")
-    seed = args.seed or 0  # the same for all of them
+    seed = args.seed or 0  # the same for all shards
     return replace(args, output=output_of(args.output, args.shard_id, args.num_shards), seed=seed)
 
 
 def _with_numbers(args: BatchConfig, environ: Mapping[str, str]) -> BatchConfig:
-    """Returns the arguments with the launcher's numbers in place of auto; raises InputError if none fit."""
+    """Returns the arguments with the launcher's numbers in place of auto. Raises InputError if there are none."""
     if (launched := place(environ)) is None:
         launchers = "torchrun, accelerate, Slurm, an indexed job of Kubernetes"
         raise InputError(f"auto: no variables of a launcher are set (accepted: numbers, or auto under {launchers})")
@@ -74,16 +74,16 @@ def _with_numbers(args: BatchConfig, environ: Mapping[str, str]) -> BatchConfig:
         raise InputError(f"{args.named('shard_id', index)} (accepted: 0 to {shards - 1}): {why}")
     import torch
 
-    if (gpus := torch.cuda.device_count()) > 1:  # each process of a machine has one of those that all of them see
+    if (gpus := torch.cuda.device_count()) > 1:  # assigns each process of a machine one of its visible GPUs
         torch.cuda.set_device(next((int(environ[name]) for name in ON_THIS_MACHINE if name in environ), 0) % gpus)
     return replace(args, num_shards=shards, shard_id=index if args.shard_id == "auto" else args.shard_id)
 
 
 def place(environ: Mapping[str, str]) -> tuple[int, int | None] | None:
-    """The index of this process and how many there are, of a launcher's variables; None for what they do not say.
+    """Returns the index of this process and their number from a launcher's variables; None for what is missing.
 
-    The index is the launcher's own: who starts a part of an array (--array=3,6) means the shards of these numbers.
-    Jobs of an array, of Slurm or Kubernetes, may have several processes each.
+    The index is the launcher's own: a part of an array (--array=3,6) means the shards with these numbers. Jobs of an
+    array, of Slurm or Kubernetes, may have several processes each.
     """
     processes = [(int(environ[one]), int(environ.get(all, 1))) for one, all in IN_A_JOB if one in environ]
     index, count = processes[0] if processes else (0, 1)
@@ -114,7 +114,7 @@ def own_chunks(chunks: Iterator[list[files.Line]], args: BatchConfig) -> Iterato
 
 
 def own_lines(total: int, args: BatchConfig) -> int | None:
-    """How many of so many lines this run has, up to --n_obs; None where the size of windows is not known yet."""
+    """Returns this run's number of lines, of `total` and up to --n_obs; None if the window size is not known yet."""
     total = total if args.n_obs is None else min(total, args.n_obs)
     if args.num_shards is None:
         return total
@@ -126,9 +126,9 @@ def own_lines(total: int, args: BatchConfig) -> int | None:
 
 
 def merge(args: BatchConfig, output: Journal) -> None:
-    """Completes OUTPUT with the records of all shards in the order of INPUT, a window in memory.
+    """Completes OUTPUT with the records of all shards in the order of INPUT, one window in memory at a time.
 
-    Raises InputError that names the shards that are not complete, or that were made differently.
+    Raises InputError with the shards that are not complete, or were made differently.
     """
     asked, per_shard = args.given("merge"), [args.named(name) for name in ("num_shards", "shard_id", "device")]
     names = [output_of(args.output, shard, args.num_shards) for shard in range(args.num_shards)]
@@ -148,7 +148,7 @@ def merge(args: BatchConfig, output: Journal) -> None:
 
 
 def _completed(args: BatchConfig, name: str) -> dict[str, Any] | None:
-    """What is known of a shard that is complete, and to which nobody writes."""
+    """Returns the run.json of a shard that is complete and not being written, otherwise None."""
     shard = Journal(replace(args, output=name, resume=True, overwrite=True))
     try:
         return shard.completed
@@ -157,7 +157,7 @@ def _completed(args: BatchConfig, name: str) -> dict[str, Any] | None:
 
 
 def _in_turns(names: list[str], window: int, total: int) -> Iterator[bytes]:
-    """The records of all shards, a window of each after the other."""
+    """Yields the records of all shards, one window of each in turn."""
     taken = 0
     for records in cycle([files.raw_lines("OUTPUT", name) for name in names]):
         yield from (lines := [line + b"\n" for line in islice(records, window)])

@@ -1,6 +1,6 @@
-"""What decides which records a run writes: --resume continues only if all of it is unchanged.
+"""The signature of a run: what determines its records. --resume resumes only if it is unchanged.
 
-Names are those under which a difference is reported. Nothing here loads the model: another one is found by its files.
+Its names are used to report differences. Nothing here loads the model: a changed one is detected by its files.
 
 Tests: tests/batch/test_signature.py
 """
@@ -19,22 +19,22 @@ from fastgen.batch.config import BatchConfig
 from fastgen.batch.errors import InputError
 from fastgen.batch.files import Survey
 
-# A setting that is not named here counts. MODEL and INPUT count by what is in them, not by their names.
+# Settings that do not count; all others do. MODEL and INPUT count by their contents, not by their names.
 WITHOUT_EFFECT_ON_RECORDS = (
     *("model", "input", "output", "resume", "overwrite", "quiet", "preprocess_workers", "postprocess_workers"),
     *("reference_path", "reference_field", "score_path", "merge", "workers", "ray", "verbose"),
 )
 BUILT_IN = "demo"  # the model in the package, as MODEL
-DIGEST = "sha256:"  # of values that say nothing to a reader
+DIGEST = "sha256:"  # the prefix of values that mean nothing to a reader
 IGNORED_FILES = (".md", ".gitattributes", ".lock", ".py", ".png", ".jpg")
 LARGE_FILE = 64 << 20
-SAMPLES, SAMPLE = 1024, 4096  # of a larger file: so many pieces of so many bytes
+SAMPLES, SAMPLE = 1024, 4096  # number and size of the pieces that represent a larger file
 
 
 def signature(args: BatchConfig, survey: Survey | None) -> dict[str, Any]:
-    """JSON values by the names that users know; `survey` is None for an INPUT that can be read only once.
+    """Returns the signature, JSON values by names for users; survey: None for an INPUT that can be read only once.
 
-    A name on the hub counts with its commit, once the model is loaded: see `with_commit`.
+    A model from the hub counts with its commit, after it is loaded: see `with_commit`.
     """
     names = {each.name for each in fields(args)} - {"gen", "named", *WITHOUT_EFFECT_ON_RECORDS}
     settings = {args.named(name): getattr(args, name) for name in sorted(names)}
@@ -50,7 +50,7 @@ def signature(args: BatchConfig, survey: Survey | None) -> dict[str, Any]:
 
 
 def model_folder(model: str) -> Path | None:
-    """The folder that MODEL names, None for a name on the hub; raises InputError where there is no such folder."""
+    """Returns the folder that MODEL names, None for a name on the hub. Raises InputError if the folder is missing."""
     if model == BUILT_IN:
         from fastgen.models.demo import demo_path
 
@@ -66,29 +66,29 @@ def model_folder(model: str) -> Path | None:
 
 
 def misspelt(model: str) -> str:
-    """The message for a MODEL that could not be loaded, is no folder and is nearly `demo`; empty for others."""
+    """Returns the message for a MODEL that could not be loaded, is no folder and resembles `demo`; else empty."""
     if model_folder(model) is not None or not get_close_matches(model, [BUILT_IN]):
         return ""
     return f"MODEL {model}: is no folder, and was not found on the hub (did you mean {BUILT_IN}?)"
 
 
 def with_commit(signed: dict[str, Any], config: Any) -> dict[str, Any]:
-    """`signed`, with the commit of a model from the hub."""
+    """Returns the signature with the commit of a model from the hub."""
     commit = getattr(config, "_commit_hash", None)
     return signed | {"MODEL's commit": commit} if "MODEL" in signed and commit else signed
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What changed from one signature to another, in words; a commit that is not known yet does not differ."""
-    found = []
+    """Returns the changes between two signatures, in words; an unknown commit is no change."""
+    changes = []
     for name in [*now, *(name for name in before if name not in now and name != "MODEL's commit")]:
         old, new = before.get(name), now.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
-            found += [f"{name}: {change}" for change in differences(old, new)]
+            changes += [f"{name}: {change}" for change in differences(old, new)]
         elif _in_words(old) != _in_words(new):
             says_nothing = any(isinstance(value, str) and value.startswith(DIGEST) for value in (old, new))
-            found.append(f"{name} changed" if says_nothing else f"{name} was {_in_words(old)}, is {_in_words(new)}")
-    return found
+            changes.append(f"{name} changed" if says_nothing else f"{name} was {_in_words(old)}, is {_in_words(new)}")
+    return changes
 
 
 def _in_words(value: Any) -> str:
@@ -98,7 +98,7 @@ def _in_words(value: Any) -> str:
 
 
 def _digest(path: Path) -> str:
-    """Returns the checksum of a file; of a large one of its size and samples, which differ for other weights."""
+    """Returns the checksum of a file, or, if it is large, of its size and samples, which differ for other weights."""
     size = os.path.getsize(path)
     digest = hashlib.sha256(f"{size}\n".encode())
     with path.open("rb") as file:

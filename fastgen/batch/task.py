@@ -1,13 +1,13 @@
-"""What differs between text, chat, speech in and speech out: a Task, and no branch elsewhere.
+"""Tasks: all differences between text, chat, speech in and speech out.
 
-    validate   settings that do not go with the task, before torch is imported
-    load       model, tokenizer and settings of generate
-    prepare    lines of INPUT to what the model takes, in workers ahead of the model
-    collate    several of these to one batch
-    generate   one batch through the model
-    finish     what was generated to outputs, in workers after the model
+    validate   rejects settings that do not go with the task, before torch is imported
+    load       loads model, tokenizer and settings of generate
+    prepare    turns lines of INPUT into inputs of the model, in threads ahead of it
+    collate    joins several inputs to a batch
+    generate   runs the model on a batch
+    finish     turns what was generated into outputs, in threads after the model
 
-Modules that import torch are imported by `load`.
+`load` imports the modules that import torch.
 
 Tests: tests/batch/test_recordings.py, tests/batch/test_sounds.py
 """
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from fastgen.batch.text import TextInput, TextOutput
     from fastgen.optimizer.transformers.kept_prefix import PrefixReuse
 
-SOUNDS_AT_ONCE = 8  # in a batch: of frames, most of which a model joins at first, the memory is not told
+SOUNDS_AT_ONCE = 8  # in a batch: the number of frames, most of which a model joins first, does not predict the memory
 
 
 def task_for(args: BatchConfig) -> Task:
-    """Returns the task that the settings ask for; raises InputError for settings that do not go with it."""
+    """Returns the task of the settings. Raises InputError for settings that do not go with it."""
     if why := upgrade_reason(TESTED[0], "transformers"):
         raise InputError(why)
     of_text = ChatTask if args.chat else CausalTask if args.causal_lm else TextTask
@@ -52,8 +52,8 @@ def task_for(args: BatchConfig) -> Task:
 class Task:
     """A kind of run; see the module's docstring.
 
-    reads: the part of the model that reads tokens of inputs; None: inputs are sounds. speaks: outputs are sounds, in
-    files of their own. refused: settings that do not go with the task, for `why_refused`.
+    reads: the part of the model that reads tokens of inputs; None if inputs are sounds. speaks: whether outputs are
+    sounds, in separate files. refused: settings that do not go with the task, because of `why_refused`.
     """
 
     reads: ClassVar[str | None] = "encoder"
@@ -64,14 +64,14 @@ class Task:
     loaded: Loaded
     input: TextInput | AudioInput
     output: TextOutput | SoundFolder
-    sounds: SoundFolder | None = None  # what OUTPUT names
+    sounds: SoundFolder | None = None  # the files that OUTPUT names
 
     def __init__(self, args: BatchConfig) -> None:
         self.args = args
         self.unit = "seconds of sound" if self.speaks else "tokens"
-        # Recordings may be hours long, and what waits for the model is in memory.
+        # Recordings may be hours long, and inputs that wait for the model are in memory.
         self.lines_at_once = LINES_AT_ONCE if self.reads else 1
-        # Batches of a decoder depend on what inputs begin with, whose keys and values are kept from batch to batch.
+        # Batches of a decoder depend on the first tokens of inputs, whose keys and values are kept between batches.
         self.plans_by_head = self.reads == "decoder"
         self.counts_words = not self.reads and not self.speaks
         self._reuse: PrefixReuse | None = None
@@ -94,9 +94,9 @@ class Task:
         check_packages(*([] if self.reads else ["soundfile", "soxr"]), needed_by=asked)
 
     def load(self, loaded: Loaded | None = None, has_weights: bool = True) -> None:
-        """Fills `loaded`, `input` and `output`; raises InputError if MODEL cannot do what is asked for.
+        """Fills `loaded`, `input` and `output`. Raises InputError if MODEL does not support the settings.
 
-        loaded: a model that is there already. has_weights: see `model.load`.
+        loaded: a model that is loaded already. has_weights: see `model.load`.
         """
         from fastgen.batch import model, settings
         from fastgen.optimizer.transformers.kept_prefix import PrefixReuse
@@ -105,7 +105,7 @@ class Task:
         self.loaded = loaded or model.load(self.args, processor, has_weights)
         self.loaded.reads = self.reads
         model.prepare_tokenizer(self.args, self.loaded.tokenizer, "left" if self.reads == "decoder" else None)
-        if self.plans_by_head:  # a model that is there already may be trained between two calls
+        if self.plans_by_head:  # a caller's model may be trained between two calls
             self._reuse = PrefixReuse(self.loaded.model, check_weights=loaded is not None)
         settings.set_generation(self.loaded, ("text_", "speech_") if self.speaks else ())
         at_once = None if self.reads and not self.speaks else SOUNDS_AT_ONCE
@@ -115,24 +115,24 @@ class Task:
         self.input = self.reader()
 
     def specialize(self) -> None:
-        """The task's own part of `load`, which fills `output`."""
+        """Does the task's own part of `load`, and fills `output`."""
         raise NotImplementedError
 
     def reader(self) -> TextInput | AudioInput:
-        """Returns what makes arrays of lines."""
+        """Returns the object that turns lines into arrays."""
         from fastgen.batch.text import ChatInput, TextInput
 
         return (ChatInput if self.args.chat else TextInput).of(self.loaded)
 
     def notes(self) -> tuple[list[str], Planner]:
-        """Returns what a user should know about how lines are batched, and what batches them."""
+        """Returns messages for the user about how lines are batched, and the planner."""
         reasons = self.reasons_to_keep_file_order()
         note = f"batches keep the order of INPUT, so that outputs stay the same: {', '.join(reasons)}"
         in_order = bool(reasons) or self.args.window == 0
         return [note] * bool(reasons), make_planner(self.args, self.loaded, in_order, self.plans_by_head)
 
     def reasons_to_keep_file_order(self) -> list[str]:
-        """Why an output depends on what else is in its batch, in the unpatched library: phrases for a note, or none."""
+        """Returns why an output depends on the rest of its batch in the unpatched library, as phrases for a note."""
         from fastgen.batch.settings import reasons_to_keep_file_order
 
         what = "the end of a sound depends on how much it is padded"
@@ -140,16 +140,16 @@ class Task:
         return reasons_to_keep_file_order(self.loaded) + [why] * self.depends_on_padding()
 
     def depends_on_padding(self) -> bool:
-        """Whether outputs depend on padding, by a rule for the architecture and no measurement.
+        """Whether outputs depend on padding, by a rule for the architecture, without a measurement.
 
-        Masks keep padding out of attention, but not out of positions that are numbered from the first column on (a
-        causal LM without position_ids, an encoder padded on the left), of states that pass through padding, of
-        convolutions over sounds of several lengths.
+        Masks keep padding out of attention, but not out of positions that are counted from the first column (a causal
+        LM without position_ids, an encoder padded on the left), recurrent states, and convolutions over sounds of
+        several lengths.
         """
         return self.loaded.tokenizer.padding_side == "left"
 
     def prepare(self, lines: list[Line]) -> list[Item]:
-        """Returns an item for each line: with arrays for the model, an error, or neither if there is nothing in it."""
+        """Returns an item for each line: with arrays for the model, an error, or neither if the line is empty."""
         return self.input.prepare(lines)
 
     def collate(self, items: list[Item]) -> dict[str, torch.Tensor]:
@@ -157,16 +157,16 @@ class Task:
         return self.input.collate(items)
 
     def generate(self, batch: Batch) -> GeneratedBatch:
-        """Returns what the model makes of a batch of at least one item."""
+        """Returns the model's outputs for a batch of at least one item."""
         from fastgen.optimizer.transformers.call import SEQUENCES_SCORES, only_outputs
 
         settings = self.loaded.settings | self.settings_of(batch.items[0])
-        # If the run asks for no scores, it may be the model's own generate that reads them.
+        # Without scores in the run, the model's own generate may still read them.
         with only_outputs(SEQUENCES_SCORES) if settings.get("output_scores") else nullcontext():
             outputs = self.call_model(batch, settings)
         generated = outputs if isinstance(outputs, dict) else {"sequences": outputs}
         scores, segments = generated.get("sequences_scores"), generated.get("segments")  # [B * R]
-        sequences = generated["sequences"].long()  # without any segment they are floats
+        sequences = generated["sequences"].long()  # floats if there are no segments
         if self.reads == "decoder":
             sequences = sequences[:, batch.inputs["input_ids"].shape[1] :]  # [B * R, N + T] -> [B * R, T]
         if len(sequences) % len(batch.items):
@@ -179,13 +179,13 @@ class Task:
         )
 
     def call_model(self, batch: Batch, settings: dict[str, Any]) -> Any:
-        """Returns what the model's generate returns for a batch."""
+        """Returns the result of the model's generate for a batch."""
         import torch
 
         from fastgen.optimizer.decoding.call import setting
 
         settings = dict(settings)
-        if (seed := settings.pop("seed", None)) is not None:  # of a request for beams, in place of that of its batch
+        if (seed := settings.pop("seed", None)) is not None:  # a request's own seed, for beams, in place of the batch's
             torch.manual_seed(seed[0])
         loaded, reuse = self.loaded, self._reuse
         inputs = {name: tensor.to(loaded.device) for name, tensor in batch.inputs.items()}
@@ -195,7 +195,7 @@ class Task:
             return loaded.model.generate(**inputs, **settings)
 
     def _draws(self, items: list[Item], settings: dict[str, Any]) -> AbstractContextManager[None]:
-        """Returns a context in which each line's samples depend on its seed alone; without a seed torch's are drawn."""
+        """Returns a context in which each line's samples depend on its seed alone; without seeds, torch draws."""
         from fastgen.batch.settings import draws_by_row
         from fastgen.optimizer.transformers.row_draws import RowDraws, drawing_by_row
 
@@ -209,16 +209,16 @@ class Task:
         return drawing_by_row(self.loaded.model, RowDraws(keys, self.loaded.device))
 
     def settings_of(self, item: Item) -> dict[str, Any]:
-        """Returns what the group of an item asks generate for besides the settings of the run."""
+        """Returns the settings of generate for an item's group, in addition to the run's."""
         return {}
 
     def finish(self, generated: GeneratedBatch) -> float:
-        """Fills outputs or errors of items; returns how much there is, in `unit`."""
+        """Fills outputs or errors of items, and returns the amount of output, in `unit`."""
         return self.output.finish(generated)
 
 
 class TextTask(Task):
-    """Text to text, by an encoder-decoder."""
+    """Text to text with an encoder-decoder."""
 
     def specialize(self) -> None:
         from fastgen.batch.text import TextOutput
@@ -230,7 +230,7 @@ class TextTask(Task):
 
 
 class CausalTask(TextTask):
-    """Text that a decoder continues, from the last column on, so that padding is on the left."""
+    """Text that a decoder continues from the last column, so padding is on the left."""
 
     reads = "decoder"
     refused = frozenset({"decoder_start_token_id", "src_lang", "tgt_lang", "forced_bos_token"})
@@ -257,7 +257,7 @@ class ChatTask(CausalTask):
         messages.append({"role": "user", "content": "a"})
         try:
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template is a program that raises what it likes
+        except Exception as error:  # a template is a program that may raise anything
             why = f"the chat template of MODEL {args.model} refuses it ({error})"
             raise InputError(f"{args.given('system') or chat}: {why}") from error
         super().specialize()
@@ -270,22 +270,22 @@ class ChatTask(CausalTask):
             settings["max_length"] = None
         if "stop_strings" in settings:
             settings["tokenizer"] = self.loaded.tokenizer
-            try:  # the library keeps what it computes for that
+            try:  # the library caches what it computes
                 StopStringCriteria(settings["tokenizer"], settings["stop_strings"])
-            except Exception:  # a vocabulary that it cannot take apart: texts are cut afterwards
+            except Exception:  # an unsupported vocabulary: texts are cut afterwards
                 del settings["stop_strings"]
         return settings
 
 
 class TranscribeTask(Task):
-    """Audio files to text. Whisper takes recordings of any length, other models what they hear at once."""
+    """Audio files to text. Whisper accepts recordings of any length, other models those that fit into their window."""
 
     reads = None
     refused = frozenset({"causal_lm", "prefix", "max_tokenizer_length", "truncation", "padding_side", "chat"})
     why_refused = "whose inputs are audio files"
 
     def depends_on_padding(self) -> bool:
-        return getattr(self.loaded.feature_extractor, "nb_max_frames", None) is None  # Whisper's have one length
+        return getattr(self.loaded.feature_extractor, "nb_max_frames", None) is None  # Whisper's inputs have one length
 
     def reader(self) -> TextInput | AudioInput:
         from fastgen.batch.audio import AudioInput
@@ -293,7 +293,7 @@ class TranscribeTask(Task):
         loaded, config = self.loaded, self.loaded.model.config
         if loaded.feature_extractor is None:
             raise InputError(f"MODEL {self.args.model}: has no feature extractor")
-        # Whisper's generate finds where the next window begins by the timestamps that it generates.
+        # Whisper's generate uses the generated timestamps to find where the next window begins.
         has_timestamps = getattr(loaded.model.generation_config, "no_timestamps_token_id", None) is not None
         finds_windows = has_timestamps and loaded.settings.get("return_timestamps") is not False
         return AudioInput(loaded.feature_extractor, self.args, config.model_type == "whisper" and finds_windows)
@@ -309,12 +309,12 @@ class TranscribeTask(Task):
             loaded.settings["return_segments"] = True
         self.output = TextOutput.of(loaded)
 
-    def settings_of(self, item: Item) -> dict[str, Any]:  # in a group are what is longer than Whisper hears at once
+    def settings_of(self, item: Item) -> dict[str, Any]:  # items in a group are longer than Whisper's window
         return {"return_timestamps": True, "return_segments": True} if item.group else {}
 
 
 class SpeakTask(Task):
-    """Text to sounds, which Seamless M4T speaks."""
+    """Text to sounds, with Seamless M4T."""
 
     speaks = True
     refused = frozenset({

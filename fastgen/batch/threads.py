@@ -1,8 +1,8 @@
 """OpenMP settings of the commands: how long a thread spins while it waits, and how many threads there are.
 
-libgomp, the OpenMP in torch's wheels, lets a waiting thread spin 300,000 times before it sleeps. Where other programs
-want the same cores, that takes the time of the thread that is waited for: docs/commands.md has figures. Variables that
-the user has set stay as they are.
+libgomp, the OpenMP in torch's wheels, lets a waiting thread spin 300,000 times before it sleeps. If other programs use
+the same cores, this takes time from the thread that it waits for: docs/commands.md has figures. Variables that the user
+has set are not changed.
 
 Tests: tests/batch/test_threads.py
 """
@@ -21,14 +21,14 @@ SPIN_COUNT = 5000
 def set_openmp_variables() -> None:
     """Sets GOMP_SPINCOUNT and, under a CPU quota, OMP_NUM_THREADS in this process's environment, for libgomp to read.
 
-    libgomp reads them when torch loads it, so that nothing is set where torch is imported already.
+    libgomp reads them when torch loads it, so nothing is set if torch is imported already.
     """
     if "torch" not in sys.modules:
         set_variables(os.environ, process_cpus(), cpu_quota())
 
 
 def set_variables(environ: MutableMapping[str, str], cpus: int, quota: float | None) -> None:
-    """cpus: how many the process may run on. quota: how many CPUs' time it may use, None for all."""
+    """Sets the variables; cpus: the number that the process may run on; quota: the CPUs' time it may use, or None."""
     if not environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
     if quota is not None and quota < cpus:
@@ -36,27 +36,27 @@ def set_variables(environ: MutableMapping[str, str], cpus: int, quota: float | N
 
 
 def usable_cpus() -> int:
-    """How many workers have a CPU each: no more than the process may run on, and than its quota allows; at least 1."""
+    """Returns how many workers can have a CPU each: limited by the process's CPUs and its quota; at least 1."""
     quota = cpu_quota()
     return process_cpus() if quota is None else max(1, min(process_cpus(), int(quota)))
 
 
 def process_cpus() -> int:
-    """How many CPUs the process may run on."""
+    """Returns how many CPUs the process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads_per_worker(count: int) -> int:
-    """Returns each worker's part of the usable CPUs, at least 1, or OMP_NUM_THREADS if that is less."""
+    """Returns each worker's share of the usable CPUs, at least 1, or OMP_NUM_THREADS if that is less."""
     part = max(1, usable_cpus() // count)
     return min(part, int(os.environ.get("OMP_NUM_THREADS", part)))
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """How many CPUs' time the process's control groups allow, 1.5 for example; None where there is no quota.
+    """Returns how many CPUs' time the process's control groups allow, for example 1.5; None if there is no quota.
 
-    The smallest quota of the process's group and all groups above it, in version 1 and 2. A path that is not mounted,
-    as in containers, is looked for above.
+    It is the smallest quota of the process's group and its ancestors, in version 1 and 2. For a path that is not
+    mounted, as in containers, the mounted part is used.
     """
     quotas: list[float] = []
     for line in _words(root / "proc/self/cgroup", separator="\n"):
@@ -68,7 +68,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
             for folder in folders:  # "150000 100000" or "max 100000" in version 2, two files in 1
                 words = _words(folder / "cpu.max")
                 words = words or [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
-                with suppress(ValueError):  # "max", and what no kernel writes
+                with suppress(ValueError):  # "max", or anything unexpected
                     microseconds, period = map(int, words)
                     if microseconds > 0 and period > 0:
                         quotas.append(microseconds / period)

@@ -205,7 +205,7 @@ def test_an_mp3_may_begin_in_the_middle_of_a_frame(folder, caplog):
     # Of a variable bitrate the estimate is too short, and libsndfile reads no further.
     (folder / "middle.mp3").write_bytes(Path(save("whole.mp3", sound(4))).read_bytes()[1:])
     prepare(["middle.mp3"])
-    assert "; the sound goes on after that" in caplog.messages[0]
+    assert "; the sound continues after that" in caplog.messages[0]
 
 
 def test_a_flac_without_a_length_is_named(folder):

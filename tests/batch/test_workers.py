@@ -160,7 +160,7 @@ def test_a_batch_is_tried_again_if_its_worker_dies(runs: Runs, tmp_path: Path, c
     runs.change(POISON, folder=tmp_path, most=1)
     assert runs.run(tmp_path / "out", *FLAGS, *runs.cluster) == 1
     assert (tmp_path / "out").read_bytes() == runs.expected
-    assert (tmp_path / "deaths").read_text() == "x" and capsys.readouterr().err.count("has died at lines") == 1
+    assert (tmp_path / "deaths").read_text() == "x" and capsys.readouterr().err.count("crashed at lines") == 1
 
 
 def test_a_line_that_ends_every_worker_fails_alone(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -170,7 +170,7 @@ def test_a_line_that_ends_every_worker_fails_alone(runs: Runs, tmp_path: Path, c
     written, others = (tmp_path / "out").read_bytes().splitlines(), runs.expected.splitlines()
     failed = json.loads(written.pop(32))
     del others[32]
-    assert failed["outputs"] == [] and "ends every worker that generates for it" in failed["error"]
+    assert failed["outputs"] == [] and "crashes every worker that generates for it" in failed["error"]
     assert f"line 33: {failed['error']}\n" in capsys.readouterr().err
     # Texts only: the batch was cut, and scores of other cuts differ in their last digits.
     mine, theirs = ([json.loads(line)["outputs"] for line in lines] for lines in (written, others))
@@ -259,7 +259,7 @@ def test_a_node_of_a_cluster_is_removed_in_the_middle(runs: Runs, held_on_cluste
     (tmp_path / "go").touch()
     status, stderr = held_on_cluster.ended()
     runs.nodes.add_node()
-    assert status == 1 and stderr.count("has died at") == 1, stderr
+    assert status == 1 and stderr.count("crashed at") == 1, stderr
     assert (tmp_path / "out").read_bytes() == runs.expected
 
 

@@ -105,6 +105,7 @@ def one_of(*values: Any) -> Check:
 
 
 def text(value: Any) -> str:
+    """Checks and returns a string."""
     if not isinstance(value, str):
         raise BadValue(f"{value!r} is no text (accepted: a string)")
     return value

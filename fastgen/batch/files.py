@@ -55,7 +55,7 @@ def is_stream(path: str) -> bool:
 
 
 def is_url(path: str) -> bool:
-    """Whether fsspec opens `path`: s3://…, hf://…, memory://…"""
+    """Whether fsspec opens `path`, such as s3://…, hf://… or memory://…."""
     return "://" in path
 
 

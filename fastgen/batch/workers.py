@@ -228,7 +228,7 @@ class Workers:
 
 
 def _cause(error: RayError) -> Exception:
-    """Returns the error that a worker raised, or Ray's own: ActorUnavailableError, OutOfMemoryError, …"""
+    """Returns the error that a worker raised, or Ray's own, such as ActorUnavailableError or OutOfMemoryError."""
     return error.cause if isinstance(error, RayTaskError) else RunError(type(error).__name__)
 
 

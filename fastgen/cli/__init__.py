@@ -1,0 +1,1 @@
+"""The commands: flags, progress, exit statuses and signals; fastgen.batch does the work."""

@@ -250,10 +250,12 @@ Memory = int
 
 
 def memory_of(tensor: Tensor) -> Memory:
+    """Returns the identity of a tensor's storage."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def memories_of(tensors: Iterable[Tensor]) -> set[Memory]:
+    """Returns the identities of the tensors' storages."""
     return set(map(memory_of, tensors))
 
 

@@ -37,6 +37,7 @@ def table_of(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor
 
 
 def can_look_up(numbers: Tensor) -> bool:
+    """Whether `look_up` supports this tensor: contiguous, of one of `DTYPES`, on a CPU."""
     return numbers.dtype in DTYPES and numbers.is_cpu and numbers.is_contiguous()
 
 

@@ -1,4 +1,4 @@
-"""RMS norm as one kernel on a CPU. Models like T5 and Llama compute it with six kernels, in bf16 with eight:
+"""RMS norm as one kernel on a CPU, for models that compute it with six kernels, or eight in bf16 (T5, Llama).
 
     x ─ (to fp32) ─ pow 2 ─ mean ─ add ε ─ rsqrt ─┐
     └─ (to fp32) ──────────────────────────── mul ┴─ (to bf16) ─ mul weight

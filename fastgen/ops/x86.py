@@ -1,5 +1,7 @@
-"""The C++ kernels for x86 CPUs: `csrc/skinny_gemm.cpp`, `few_queries.cpp`, `flash_attention.cpp`, `rms_norm.cpp`,
-`lookup.cpp`, `beam_top_k.cpp` and `move_rows.cpp`, built together for each instruction set.
+"""The C++ kernels for x86 CPUs, built together for each instruction set.
+
+They are in `csrc/skinny_gemm.cpp`, `few_queries.cpp`, `flash_attention.cpp`, `rms_norm.cpp`, `lookup.cpp`,
+`beam_top_k.cpp` and `move_rows.cpp`.
 
 Tests: tests/ops/test_skinny_gemm.py, tests/ops/test_attention_kernels.py,
 tests/ops/test_rms_norm.py, tests/ops/test_lookup.py, tests/ops/test_beam_top_k.py,

@@ -32,6 +32,7 @@ METHODS = ("_model_call", "_select_cont_toks")
 def log_likelihoods(
     original: Callable, self: HFLM, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
 ) -> list[tuple[float, bool]]:
+    """Replaces `HFLM._loglikelihood_tokens`: returns sums of log-probabilities, and whether each is the greedy one."""
     pairs = [(tuple(context), tuple(continuation)) for _, context, continuation in requests]
     with generate_call(self.model, has_steps=False) as call, torch.no_grad():
         reasons = unsupported_reasons(self, requests)

@@ -67,6 +67,7 @@ def make_final(error: BaseException) -> None:
 
 
 def is_final(error: BaseException) -> bool:
+    """Whether `make_final` has marked this error."""
     return _FINAL in vars(error)
 
 

@@ -41,6 +41,7 @@ def pool(source: Path, target: Path, num_key_value_heads: int) -> None:
 
 
 def main(argv: list[str]) -> int:
+    """Runs the command, and returns its exit status: 0, or 1 for an argument that cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m fastgen.models.mqa", description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(required=True, metavar="pool")
     command = commands.add_parser("pool", help="fewer key heads, each the mean of those that come to share it")

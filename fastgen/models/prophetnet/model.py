@@ -142,16 +142,19 @@ def _initialize(module: nn.Module) -> None:
 
 @register_model_architecture(NAME, NAME)
 def base_architecture(args: Namespace) -> None:
+    """Sets missing arguments to those of the base model."""
     _complete(args, 0)
 
 
 @register_model_architecture(NAME, f"{NAME}_base")
 def transformer_base(args: Namespace) -> None:
+    """Sets missing arguments to those of the base model, under the authors' name."""
     _complete(args, 0)
 
 
 @register_model_architecture(NAME, f"{NAME}_large")
 def transformer_large(args: Namespace) -> None:
+    """Sets missing arguments to those of the large model."""
     _complete(args, 1)
 
 

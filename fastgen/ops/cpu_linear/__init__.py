@@ -1,5 +1,6 @@
 """Products of rows with large weights on a CPU by the fastest of the GEMM backends, and their autotuning.
-skinny_gemm.py has one of the backends, products of few rows written in C++.
+
+skinny_gemm.py is one of the backends, for products of few rows, written in C++.
 
 No rule predicts the fastest backend (skinny_gemm.py has measurements). So each shape is measured once, and the results
 are stored for later processes in a file of the user's cache folder, a line of JSON each. Lines are only appended, each

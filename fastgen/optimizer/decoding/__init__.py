@@ -1,0 +1,1 @@
+"""The core of decoding, which knows no host: caches, captured steps, the cost model, reports and verification."""

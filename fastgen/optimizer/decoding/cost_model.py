@@ -198,6 +198,7 @@ REPEATABLE = CostModel(looks_back=False)
 
 
 def of_new_call() -> CostModel:
+    """Returns the cost model of a new call, by FASTGEN_REPEATABLE."""
     return REPEATABLE if CONFIG.repeatable else DEFAULT
 
 

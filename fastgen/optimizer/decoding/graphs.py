@@ -133,6 +133,8 @@ def _unused_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class GraphState(Enum):
+    """The state of a `CapturedGraph`, which determines whether and how its output is trusted."""
+
     NEW = "not captured yet"
     CAPTURED = "replayed, and compared with the function"
     PROVEN = "replayed: a replay gave the function's output for other inputs than those of the capture"

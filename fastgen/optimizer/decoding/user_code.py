@@ -154,5 +154,6 @@ def reference(value: Any) -> Any:
 
 
 def qualified_name(code: object) -> str:
+    """Returns `module.name` of a function or class, of the function in a partial, or of another object's class."""
     code = code.func if isinstance(code, functools.partial) else code
     return f"{getattr(code, '__module__', '?')}.{getattr(code, '__qualname__', type(code).__name__)}"

@@ -72,6 +72,7 @@ def first_token_difference(ours: Tensor, theirs: Tensor, start: int) -> Differen
 
 
 def is_verified(key: object) -> bool:
+    """Whether a comparison for this key has shown no difference, see `verify_once`."""
     return key in _verified
 
 

@@ -78,6 +78,7 @@ class ModelPlan:
 
 
 def plan(model: nn.Module, facts: ModelFacts) -> ModelPlan:
+    """Returns which modules of a model get caches of fastgen, or the reasons why none do."""
     decoder: Any = getattr(model, "decoder", None)
     result = ModelPlan()
     result.reasons = that_hold(

@@ -39,6 +39,7 @@ def generate(
     constraints: Tensor | None = None,
     bos_token: int | None = None,
 ) -> list[list[Hypothesis]]:
+    """Replaces `SequenceGenerator._generate`: returns the hypotheses of each sentence, the best first."""
     net_input, first_token = sample["net_input"], self.eos if bos_token is None else bos_token
     with generate_call(type(self.model.single_model).__name__) as call:
         source_and_lengths = source_of_sync(self, net_input)
@@ -59,7 +60,7 @@ def generate(
             self.search.init_constraints(constraints, self.beam_size)
             row_inputs = torch.arange(inputs, device=device).repeat_interleave(self.beam_size)
             captures = can_capture(checks, call.rows, max_len)
-            states = [DecodingState(one, inputs, self.beam_size, max_len + 1) for one in checks.plans]
+            states = [DecodingState(plan, inputs, self.beam_size, max_len + 1) for plan in checks.plans]
             outputs = self.model.forward_encoder(net_input)
             for model, state, output in zip(self.model.models, states, outputs or ()):
                 state.set_encoder_out(model.encoder, output, row_inputs)

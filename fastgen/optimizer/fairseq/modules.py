@@ -52,6 +52,7 @@ def multihead_attention(
     before_softmax: bool = False,
     need_head_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
+    """Replaces `MultiheadAttention.forward`; query, key, value and output `[length, rows, embed_dim]`."""
     state = incremental_state
     if isinstance(state, DecodingState):
         if state.has_self(self):
@@ -197,6 +198,7 @@ def extract_features(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    """Replaces `extract_features_scriptable`: in a generation, tokens are known to be no padding."""
     if isinstance(incremental_state, DecodingState) and not self.cross_self_attention:
         prev_output_tokens = prev_output_tokens.as_subclass(Written)
     return original(self, prev_output_tokens, encoder_out, incremental_state, *args, **kwargs)

@@ -60,6 +60,7 @@ def beam_search(
     synced_gpus: bool = False,
     **model_kwargs: Any,
 ) -> Any:
+    """Replaces `GenerationMixin._beam_search`; input_ids `[inputs * num_beams, length]`."""
     processors = writing_processors(logits_processor, generation_config)
     arguments = input_ids, processors, stopping_criteria, generation_config, synced_gpus
     theirs = partial(original, self, *arguments, **model_kwargs)

@@ -55,6 +55,7 @@ Group = tuple[list[Context], int]
 
 
 def contexts_of(pairs: Iterable[Pair]) -> list[Context]:
+    """Returns the different contexts, each with its different continuations."""
     by_context: dict[Tokens, dict[Tokens, None]] = {}
     for context, continuation in pairs:
         by_context.setdefault(context, {})[continuation] = None

@@ -374,6 +374,7 @@ def layers_of(cache: object) -> list[Any]:
 
 
 def is_static(cache: object) -> bool:
+    """Whether the cache is the library's `StaticCache`, in all `parts`."""
     return set(map(type, parts(cache))) == {StaticCache}
 
 

@@ -55,6 +55,7 @@ def prefill(
     *args: Any,
     **kwargs: Any,
 ) -> ModelOutput:
+    """Replaces `GenerationMixin._prefill`; input_ids `[rows, length]`."""
     call = current_call()
     if call is None:  # a model's own loop, after which nobody would restore plain caches
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)

@@ -49,6 +49,7 @@ def sample(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
+    """Replaces `GenerationMixin._sample`, greedy search or sampling; input_ids `[rows, length]`."""
     processors = writing_processors(logits_processor, generation_config)
     theirs = partial(original, self, input_ids, processors, stopping_criteria, generation_config, **model_kwargs)
     if (call := current_call()) is None:

@@ -37,6 +37,7 @@ ENCODED_ONCE = "speech encoder, once"
 
 
 def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replaces Seamless's `generate`: its calls of other models are stages, which return only the outputs it uses."""
     generate_speech = kwargs.get("generate_speech", args[5] if len(args) > 5 else True)
     outputs = only_outputs(ENCODER_STATES) if generate_speech else nullcontext()
     with generate_call(self, has_stages=True), outputs:
@@ -86,6 +87,7 @@ def text_to_unit(original: Callable, self: Any, *args: Any, **kwargs: Any) -> An
 
 
 def vocoder(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs the vocoder, and ends its stage."""
     waveform = original(self, *args, **kwargs)
     end_stage("vocoder")
     return waveform

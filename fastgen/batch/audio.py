@@ -119,7 +119,7 @@ def _read(path: Path, rate: int, most_samples: int | None) -> np.ndarray:
         with soundfile.SoundFile(os.fsencode(path)) as file:
             own_rate, frames = file.samplerate, file.frames
             if frames == UNKNOWN_FRAMES:
-                raise RecordError("does not say in its header how long it is (accepted: a file written anew by ffmpeg)")
+                raise RecordError("has no length in its header (accepted: a file rewritten by ffmpeg)")
             if most_samples is not None and frames > int(most_samples / rate * own_rate):
                 heard = f"{most_samples / rate:g} s"
                 raise RecordError(f"lasts {frames / own_rate:g} s, and MODEL hears {heard} (accepted: up to {heard})")

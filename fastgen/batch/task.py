@@ -303,7 +303,7 @@ class TranscribeTask(Task):
 
         loaded, config = self.loaded, self.loaded.model.config
         if not config.is_encoder_decoder:
-            needs = f"{config.model_type} needs a text beside the sound (accepted: Whisper, Moonshine, …)"
+            needs = f"{config.model_type} needs a text in addition to the sound (accepted: Whisper, Moonshine, …)"
             raise InputError(f"MODEL {self.args.model}: {needs}")
         if config.model_type == "whisper" and loaded.value("return_timestamps"):
             loaded.settings["return_segments"] = True
@@ -333,7 +333,7 @@ class SpeakTask(Task):
         output = os.path.realpath(args.output)
         is_there, is_begun, has_sounds = (os.path.lexists(output + end) for end in ("", ".part", ".audio"))
         if not args.overwrite and not is_begun and is_there != has_sounds:
-            why = f"of it and {output}.audio one is there without the other"
+            why = f"only one of it and {output}.audio exists"
             ways = f"another name, or {args.named('overwrite', True)}"
             raise InputError(f"OUTPUT {args.output}: {why} (accepted: {ways})")
 

@@ -32,7 +32,7 @@ TERMINATED = 143  # SIGTERM
 SECONDS_TO_END = 1.5
 # The signals that request an end, and the exit status then. They may reach every process of a group.
 SIGNALS: dict[int, int] = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
-NOTICE = b"\nfinishing the batch in flight; a second Ctrl-C or SIGTERM stops at once\n"
+NOTICE = b"\nfinishing the batch in flight; a second Ctrl-C or SIGTERM stops immediately\n"
 
 
 @dataclass

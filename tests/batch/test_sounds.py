@@ -217,7 +217,7 @@ def test_output_without_its_sounds_is_refused_and_the_other_way(tmp_path, folder
         path.rename(tmp_path / "away")
         capsys.readouterr()
         run(tmp_path, folder, TEXTS[:1], *flags, "--resume", status=2)
-        assert "one is there without the other (accepted: another" in capsys.readouterr().err
+        assert ".audio exists (accepted: another" in capsys.readouterr().err
         (tmp_path / "away").rename(path)
 
 

@@ -167,8 +167,8 @@ class PrefillPlan:
         call, model, prefix = self.checks.call, self.checks.model, self.prefix
         prefixes.fill_sync(call, model, self.forward, prefix, self.first_rows)
         if len(self.groups) > 1:
-            columns_behind = prefixes.prompt_of(self.first_rows).shape[1] - prefix.length
-            limit = columns_behind + (self.limit if self.groups.rows_per_input == 1 else 0)
+            rest_length = prefixes.prompt_of(self.first_rows).shape[1] - prefix.length
+            limit = rest_length + (self.limit if self.groups.rows_per_input == 1 else 0)
             with _own_errors(model):
                 expand_cache(model, cache, 1, len(self.groups), limit, call, is_prefix=True)
         return prefix.of_rests(self.first_rows)

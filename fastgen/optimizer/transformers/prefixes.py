@@ -70,8 +70,8 @@ class CommonPrefix:
         if self.padding is not None:
             shape, padding = prompt_of(arguments).shape[:2], self.padding[:, None]
             places = torch.arange(shape[1], device=padding.device).expand(shape)
-            behind = torch.where(places < self.length + padding, places - self.length, places)
-            order = torch.where(places < self.length, places + padding, behind)
+            after_prefix = torch.where(places < self.length + padding, places - self.length, places)
+            order = torch.where(places < self.length, places + padding, after_prefix)
             for name in column_names(arguments):
                 if (value := arguments[name]).shape[:2] == shape:
                     ordered[name] = value.take_along_dim(order[:, :, None] if value.dim() == 3 else order, dim=1)

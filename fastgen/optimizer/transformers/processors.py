@@ -46,7 +46,7 @@ from fastgen.patching import disabled
 from fastgen.provenance import PYTHON, comes_with
 
 NGRAM_GROUP, TRIE_GROUP = "transformers.no_repeat_ngram", "transformers.prefix_constrained"
-ALL_ROWS, ALONE = "prefix trie: all rows at once", "prefix trie: allowed tokens alone"
+ALL_ROWS, ALONE = "prefix trie: all rows together", "prefix trie: allowed tokens alone"
 
 # The processors whose calls always reach a patch, and the patch.
 _PATCHES: dict[type, str] = {

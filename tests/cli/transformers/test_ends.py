@@ -150,7 +150,7 @@ def test_a_signal_finishes_the_batch_in_flight(start, expected, number, ends_wit
     run = start(start_new_session=True)
     run.wait_until_held()
     os.killpg(run.process.pid, number)
-    run.wait_for_message(b"finishing the batch in flight; a second Ctrl-C or SIGTERM stops at once")
+    run.wait_for_message(b"finishing the batch in flight; a second Ctrl-C or SIGTERM stops immediately")
     run.release()
     status, stderr = run.end()
     assert status == ends_with and "Traceback" not in stderr
@@ -174,7 +174,7 @@ def test_a_second_ctrl_c_stops_at_once(start, number, ends_with):
     run = start(batches=0)
     run.wait_until_held(records=0)
     run.process.send_signal(number)
-    run.wait_for_message(b"a second Ctrl-C or SIGTERM stops at once")
+    run.wait_for_message(b"a second Ctrl-C or SIGTERM stops immediately")
     run.process.send_signal(number)
     status, stderr = run.end()  # of a run whose batch in flight never ends
     assert status == ends_with and "Traceback" not in stderr

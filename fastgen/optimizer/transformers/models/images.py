@@ -93,11 +93,11 @@ def length_without_others_sync(arguments: dict[str, Any], config: Any, tokens: T
 
 def split_sync(arguments: dict[str, Any], config: Any, tokens: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the images of a common prefix with tokens `[length]`, and those after it in all rows."""
-    first, behind = {}, {}
+    first, rest = {}, {}
     for modality, (token, rows) in (_rows_sync(arguments, config) or {}).items():
         output, count = arguments[IMAGES][modality], int((tokens == token).sum())
         if count:
             first[modality] = _chosen(output, rows[0][:count])
         if len(left := torch.cat([row[count:] for row in rows])):
-            behind[modality] = _chosen(output, left)
-    return first, behind
+            rest[modality] = _chosen(output, left)
+    return first, rest

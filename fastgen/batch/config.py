@@ -277,7 +277,7 @@ class BatchConfig:
         """Whether OUTPUT holds JSON."""
         return self.output_format != "text"
 
-    def given(self, name: str) -> str:
+    def setting(self, name: str) -> str:
         """Returns a setting and its value in the form for messages; empty if it is not set."""
         value = vars(self)[name] if name in vars(self) else dict(self.gen).get(name)
         is_unset = value is None or value is False or value == getattr(BatchConfig, name, None)
@@ -292,9 +292,9 @@ class BatchConfig:
 
     def _check_contradictions(self) -> None:
         """Raises InputError for settings of which only one is accepted."""
-        asked = [[self.given(name) for name in names] for names in EXCLUSIVE]
+        asked = [[self.setting(name) for name in names] for names in EXCLUSIVE]
         settings = [(name, self.named(name, value)) for name, value in self.gen]
-        settings += [(setting, self.given(name)) for name, setting in ASKS_FOR.items()]
+        settings += [(setting, self.setting(name)) for name, setting in ASKS_FOR.items()]
         asked += [[what for name, what in settings if name == each] for each in dict(settings)]
         for rivals in asked:
             if len(rivals := list(filter(None, rivals))) > 1:
@@ -312,27 +312,28 @@ class BatchConfig:
         for name in ("temperature", "top_k", "top_p"):
             # Long recordings are sampled if one of several temperatures must be chosen.
             samples = settings.get("do_sample", from_file.get("do_sample"))
-            if self.given(name) and not samples and not isinstance(settings[name], (list, tuple)):
-                raise InputError(f"{self.given(name)} has no effect without {self.named('do_sample')}")
+            if self.setting(name) and not samples and not isinstance(settings[name], (list, tuple)):
+                raise InputError(f"{self.setting(name)} has no effect without {self.named('do_sample')}")
         self.check_outputs(settings.get("num_return_sequences") or 1)
         for name in ("max_length", "max_new_tokens"):
             # A causal LM's shortest length counts the prompt, so it cannot be checked before the prompts are known.
             counts_alike = name == "max_length" or not self.causal_lm
             if counts_alike and (settings.get("min_length") or 0) > (settings.get(name) or math.inf):
-                raise InputError(f"{self.given('min_length')} is more than {self.given(name)}")
+                raise InputError(f"{self.setting('min_length')} is more than {self.setting(name)}")
 
     def _check_files(self) -> None:
-        scored, score_path = self.given("reference_path") or self.given("reference_field"), self.given("score_path")
+        scored = self.setting("reference_path") or self.setting("reference_field")
+        score_path = self.setting("score_path")
         references, field_of, in_format = map(self.named, ("reference_path", "reference_field", "input_format"))
         is_text, has_jsonl = not self.reads_records, is_jsonl(self.reference_path or "")
         of_records = ["text_field", "id_field", *([] if self.reference_path else ["reference_field"])]
-        joined, written = self.given("join_outputs"), self.given("output_format")
+        joined, written = self.setting("join_outputs"), self.setting("output_format")
         mistakes = [
-            (self.ray and not self.workers, f"{self.given('ray')} needs {self.named('workers', 'N')}"),
+            (self.ray and not self.workers, f"{self.setting('ray')} needs {self.named('workers', 'N')}"),
             (score_path and not scored, f"{score_path} needs {references} or {field_of}"),
             (scored and self.output == STREAM, f"{scored} does not go with OUTPUT - (accepted: a file)"),
             (has_jsonl and not self.reference_field, f"{scored} holds JSON records (needs {field_of} NAME)"),
-            *((is_text and what, f"{what} needs {in_format} jsonl") for what in map(self.given, of_records)),
+            *((is_text and what, f"{what} needs {in_format} jsonl") for what in map(self.setting, of_records)),
             (joined and self.writes_records, f"{joined} does not go with JSONL, which keeps outputs apart"),
             (is_text and self.output_format == "openai", f"{written} needs {in_format} jsonl or openai"),
         ]

@@ -186,7 +186,7 @@ def check_writable(flag: str, path: str, sources: dict[str, str | None]) -> None
             raise InputError(f"{flag} {path}: is a folder (accepted: a file)")
         if not target.parent.is_dir():
             raise InputError(f"{flag} {path}: there is no folder {target.parent}")
-        ways = [str(beside(target, end)) for end in (".part", ".part.new", ".run.json")]
+        ways = [str(sibling(target, end)) for end in (".part", ".part.new", ".run.json")]
         for other_flag, other in sources.items():
             real = other and os.path.realpath(other)
             if real == str(target):
@@ -202,14 +202,14 @@ def check_writable(flag: str, path: str, sources: dict[str, str | None]) -> None
         raise InputError(f"{flag} {path}: {error}") from error
 
 
-def beside(path: Path, end: str) -> Path:
+def sibling(path: Path, end: str) -> Path:
     """Returns a path next to OUTPUT, such as OUTPUT.part for the end `.part`."""
     return path.with_name(path.name + end)
 
 
 def write_whole(path: Path, data: bytes) -> None:
     """Writes a file through PATH.new, so that it appears completely or not at all."""
-    new = beside(path, ".new")
+    new = sibling(path, ".new")
     try:
         with named(new), FileIO(new, "w") as file:
             write_all(file.fileno(), data)

@@ -1,4 +1,4 @@
-"""TextGenerator: the pipeline of a run for inputs of Python, without files.
+"""TextGenerator: the pipeline of a run for Python objects, without files.
 
 summarize = fastgen.TextGenerator("facebook/bart-large-cnn", beam=4, bs=16)
 [record["outputs"][0]["text"] for record in summarize(articles)]
@@ -24,7 +24,7 @@ from fastgen.batch.planner import Item
 from fastgen.batch.records import fields_of
 from fastgen.batch.task import task_for
 
-# Flags of files, formats, shards and workers, which only the command has.
+# Flags for files, formats, shards and workers, which only the command has.
 OF_FILES = (
     *("model", "input", "output", "resume", "overwrite", "retry_failed", "n_obs", "reference_path"),
     *("reference_field", "score_path", "workers", "ray", "verbose", "num_shards", "shard_id", "merge"),
@@ -33,9 +33,9 @@ OF_FILES = (
 
 
 class Column(list[Any]):
-    """A column of records, to Arrow of one type whatever is in it: in a batch that fails all outputs are empty lists.
+    """A column of records with a fixed Arrow type: in a batch that fails, for example, all outputs are empty lists.
 
-    An engine takes the types of all batches from the first. example: a value with all that a value may have.
+    An engine takes the types of all batches from the first one. example: a value with all possible fields.
     """
 
     def __init__(self, values: Iterable[Any], example: Any) -> None:
@@ -43,7 +43,7 @@ class Column(list[Any]):
         self.example = example
 
     def __arrow_array__(self, type: Any = None) -> Any:
-        """Returns the column for pyarrow, which asks for it by this name."""
+        """Returns the column for pyarrow, which calls this method."""
         import pyarrow
 
         return pyarrow.array(list(self), type or pyarrow.infer_type([self.example]))
@@ -75,10 +75,10 @@ class TextGenerator:
     def __call__(self, inputs: Sequence[Any] | Mapping[str, Sequence[Any]]) -> Any:
         """Returns a record for each input, in order.
 
-        These are {"input_tokens": 5, "outputs": [{"text": …, "tokens": 7}]}, or have an "error". inputs: texts, lists
+        Records are {"input_tokens": 5, "outputs": [{"text": …, "tokens": 7}]}, or have an "error". inputs: texts, lists
         of messages with chat=True, or paths of audio files, strings or Path objects; anything else is that input's
-        error. Columns, as `datasets.map` (batched) and Ray Data's `map_batches` pass them, come back with these as
-        further ones; `text_field` names the inputs.
+        error. Columns, as passed by `datasets.map` (batched) and Ray Data's `map_batches`, are returned with the
+        records' fields as further columns; `text_field` names the column of inputs.
         """
         if not isinstance(inputs, Mapping):
             return list(self.iterate(inputs))
@@ -89,14 +89,14 @@ class TextGenerator:
         output: dict[str, Any] = {"text": "", "tokens": 0}
         if loaded.settings.get("output_scores"):
             output["score"] = 0.0
-        if loaded.model.config.model_type == "whisper":  # short recordings have none
+        if loaded.model.config.model_type == "whisper":  # short recordings have no segments
             output["segments"] = [{"start": 0.0, "end": 0.0, "text": ""}]
         examples = {"input_tokens": 0, "outputs": [output], "error": ""}
         added = {name: Column((record.get(name) for record in records), each) for name, each in examples.items()}
         return {**inputs, **added}
 
     def iterate(self, inputs: Iterable[Any]) -> Iterator[dict[str, Any]]:
-        """Yields the records of `inputs` in order, while later ones are read and generated for; memory stays flat."""
+        """Yields the records of `inputs` in order while later inputs are processed; memory use does not grow."""
         if isinstance(inputs, (str, bytes)):
             raise TypeError("inputs is one text (accepted: a list of texts, of lists of messages, or of paths)")
         args = self._task.args
@@ -129,7 +129,7 @@ class TextGenerator:
 
 
 def _config(model: str, settings: dict[str, Any]) -> BatchConfig:
-    """Returns the settings of a run that reads and writes no files; raises InputError for those that it has not."""
+    """Returns the settings of a run without files. Raises InputError for settings that it does not have."""
     names, of_generate = {each.name for each in settings_of_run()} - set(OF_FILES), generation_fields()
     own: dict[str, Any] = {"gen": list(dict(settings.get("gen") or {}).items())}
     for name, value in settings.items():
@@ -138,8 +138,8 @@ def _config(model: str, settings: dict[str, Any]) -> BatchConfig:
         if setting in of_generate:
             own["gen"].append((setting, value))
         elif setting not in names:
-            known = [*names, *of_generate, *OTHER_NAMES]
-            raise InputError(f"{name}: there is no such setting{did_you_mean(name, known, 'see docs/commands.md')}")
+            accepted = [*names, *of_generate, *OTHER_NAMES]
+            raise InputError(f"{name}: there is no such setting{did_you_mean(name, accepted, 'see docs/commands.md')}")
         elif setting != "gen" and value is not None:
             own[setting] = value
     return BatchConfig(model, **own, input_format="jsonl", output_format="jsonl", quiet=True)

@@ -1,14 +1,14 @@
-"""OUTPUT and the journal it is made of, OUTPUT.part: append-only, in any order, every line with its checksum.
+"""OUTPUT and its journal, OUTPUT.part: append-only, in any order, every line with a checksum.
 
     1f0c8a2e {"fastgen_journal": 1, "signature": {…}}       what the records depend on
     5be0f3d1 [7, 12, null, "9f…", false, "a record"]        line, length, group, key, whether it failed, record
     9c1e44b0 4                                              four records, a batch, are complete
 
-A batch is one write. Whatever ends a run, at most a batch at the end of the journal is not whole; `--resume` drops it,
-and plans the same batches again by the lengths, groups and keys of the others. At the end the records are put in order
-beside OUTPUT, which appears as a whole. A line that is damaged is found by its checksum and named.
+A batch is one write. However a run ends, at most the last batch of the journal is incomplete. `--resume` drops it, and
+plans the same batches again by the lengths, groups and keys of the others. At the end the records are sorted into a
+file next to OUTPUT, which is then renamed. A damaged line is detected by its checksum and reported.
 
-A run that is complete leaves OUTPUT.run.json: its signature, and a digest by which OUTPUT is known again.
+A complete run leaves OUTPUT.run.json: its signature, and a digest by which OUTPUT is recognised.
 
 Tests: tests/batch/test_journal.py, tests/cli/transformers/test_standard_output.py
 """
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
     from fastgen.batch.audio import SoundFolder
 
 VERSION = 5  # 5: inputs that equal any earlier one are generated once
-HINT = "OUTPUT is put in order from OUTPUT.part, which needs as much room once more; the run can be resumed"
+HINT = "OUTPUT is sorted from OUTPUT.part, which needs as much space again; the run can be resumed"
 
 
 class Entry(NamedTuple):
-    """A record of OUTPUT. length, group and key are its item's, by which batches are planned."""
+    """A record of OUTPUT. length, group and key: its item's, by which batches are planned."""
 
-    number: int  # of its line
+    number: int  # the number of its line
     length: int
     group: Any
     key: str | None
     failed: bool
-    data: bytes  # one line with its end
+    data: bytes  # one line with a line end
 
 
 class StreamOutput:
-    """OUTPUT - or a device: records in the order of lines, as soon as their turn has come. Nothing is kept of them.
+    """OUTPUT - or a device: writes records in the order of lines, as soon as possible, and stores nothing.
 
     records, failures, generated: how many are complete, failed, and have outputs. signature: that of the
     resumed run. completed: what OUTPUT.run.json says of the run that completed OUTPUT. failed: with --retry_failed, the
@@ -69,18 +69,18 @@ class StreamOutput:
         self._early: dict[int, Entry] = {}
 
     def check(self, signature: dict[str, Any]) -> bool:
-        """Whether the same run has completed OUTPUT already; raises InputError that names what is different."""
+        """Whether the same run has completed OUTPUT already. Raises InputError with the differences, if any."""
         return False
 
     def begin(self, signature: dict[str, Any], sounds: SoundFolder | None = None) -> None:
-        """Starts the journal; called before anything is written. sounds: those that OUTPUT names."""
+        """Starts the journal; called before anything is written. sounds: the files that OUTPUT names."""
 
     def entry(self, number: int) -> Entry | None:
-        """The record of a line, if an earlier run has written it."""
+        """Returns the record of a line, if an earlier run has written it."""
         return None
 
     def write(self, entries: list[Entry]) -> None:
-        """Adds a batch. Raises BrokenPipeError when nobody reads it any more."""
+        """Adds a batch. Raises BrokenPipeError if the reader is gone."""
         self._early.update((entry.number, entry) for entry in entries)
         ready: list[Entry] = []
         while (entry := self._early.pop(self.records + len(ready) + 1, None)) is not None:
@@ -94,7 +94,7 @@ class StreamOutput:
         """Ends the output; called when all records are written."""
 
     def leave(self, resumable: bool = True) -> str:
-        """Releases the output, however a run ended; returns what is kept. resumable: INPUT can be read again."""
+        """Releases the output at any end of a run, and returns a line about what is kept; see `Journal.leave`."""
         if self._descriptor > 1:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -107,23 +107,23 @@ class StreamOutput:
 
 
 class Journal(StreamOutput):
-    """OUTPUT.part of one run, which holds its lock."""
+    """The journal OUTPUT.part of one run, which holds its lock."""
 
     def __init__(self, args: BatchConfig) -> None:
-        """Raises InputError if OUTPUT or OUTPUT.part may not be written, or are not what --resume can take up."""
+        """Raises InputError if OUTPUT or OUTPUT.part may not be written, or cannot be resumed."""
         from filelock import FileLock, Timeout
 
         output = args.output
         self._args, self._output, self._overwrite = args, output, args.overwrite
-        # What belongs to a remote OUTPUT is in the current folder.
+        # The files of a remote OUTPUT are in the current folder.
         self._target = Path(output.rstrip("/").rpartition("/")[2] if files.is_url(output) else os.path.realpath(output))
-        self.path = files.beside(self._target, ".part")
-        self._new, self._made = files.beside(self._target, ".part.new"), files.beside(self._target, ".run.json")
+        self.path = files.sibling(self._target, ".part")
+        self._new, self._run_json = files.sibling(self._target, ".part.new"), files.sibling(self._target, ".run.json")
         self._sounds: SoundFolder | None = None
         self._reader: IO[bytes] | None = None
-        self._offsets = array("q")  # of each line's record, -1 where there is none
-        self._failed: set[int] = set()  # numbers of lines
-        self._end = 0  # of the last batch, in bytes
+        self._offsets = array("q")  # the offset of each line's record, -1 if there is none
+        self._failed: set[int] = set()  # numbers of failed lines
+        self._end = 0  # the end of the last batch, in bytes
         self._file: Any = None  # the journal while it is written
         self._lock = FileLock(f"{self.path}.lock", timeout=0)
         try:
@@ -143,17 +143,17 @@ class Journal(StreamOutput):
         if self._is_begun(f"OUTPUT {self._output}"):
             self._load()
         if self.completed is not None and self.signature is not None:
-            if self.completed["signature"] == self.signature:  # killed between the name of OUTPUT and its end
+            if self.completed["signature"] == self.signature:  # killed after OUTPUT was renamed
                 self.path.unlink()
                 self.signature = None
             else:
                 self.completed = None
         if self._exists() and not self._overwrite and self.completed is None:
-            unknown = "; no run is known that made it as it is" if self._args.resume else ""
+            unknown = "; its run is unknown, or it was changed since" if self._args.resume else ""
             raise InputError(f"{self._is_there()}{unknown}")
 
     def _is_begun(self, what: str) -> bool:
-        """Whether there is a journal; raises InputError if it is not to be resumed."""
+        """Whether there is a journal. Raises InputError if there is one, but the run does not resume it."""
         is_there = os.path.lexists(self.path)
         if is_there and not self._args.resume:
             hint = f"{self._args.named('resume', True)} resumes it; remove it to start again"
@@ -169,8 +169,8 @@ class Journal(StreamOutput):
 
     def _check_journal(self, signature: dict[str, Any]) -> None:
         if self.signature is not None and (changes := differences(self.signature, signature)):
-            made = f"{self._args.given('resume')}: {self.path} was made differently: {'; '.join(changes)}"
-            raise InputError(f"{made} (accepted: as it was; remove {self.path} to start again)")
+            text = f"{self._args.setting('resume')}: {self.path} was made differently: {'; '.join(changes)}"
+            raise InputError(f"{text} (accepted: as it was; remove {self.path} to start again)")
 
     def begin(self, signature: dict[str, Any], sounds: SoundFolder | None = None) -> None:
         self.check(signature)
@@ -203,11 +203,10 @@ class Journal(StreamOutput):
         self._end += len(end)
 
     def complete(self, records: Iterable[bytes] | None = None, failed: dict[int, int] | None = None) -> None:
-        """Puts its records, or these, in order under the name of OUTPUT, and removes the journal.
+        """Writes its records in order, or `records`, to OUTPUT, and removes the journal.
 
-        failed: the lines of `records` that failed, by their numbers, with the places of their records from 0 on.
-        With an OSError it keeps the journal for --resume. Raises InputError where an OUTPUT has appeared in the
-        meantime that it may not replace.
+        failed: the numbers of failed lines in `records`, with the places of their records from 0 on. After an OSError
+        the journal is kept for --resume. Raises InputError if an OUTPUT has appeared that may not be replaced.
         """
         if self._exists() and not self._overwrite:
             resume = self._args.named("resume", True)
@@ -217,7 +216,7 @@ class Journal(StreamOutput):
             if failed is None:
                 numbers = (number for number, offset in enumerate(self._offsets) if offset >= 0)
                 failed = {number: place for place, number in enumerate(numbers) if number in self._failed}
-            files.write_whole(self._made, json.dumps(self._completes(digest, failed), indent=1).encode())
+            files.write_whole(self._run_json, json.dumps(self._completes(digest, failed), indent=1).encode())
             if self._sounds is not None:
                 self._sounds.complete(self._overwrite)
             if files.is_url(self._output):
@@ -232,14 +231,14 @@ class Journal(StreamOutput):
         self._discard()
 
     def _completes(self, digest: str, failed: dict[int, int]) -> dict[str, Any]:
-        """What OUTPUT.run.json holds."""
+        """Returns the content of OUTPUT.run.json."""
         counts = {"failures": self.failures, "records": self.records, "failed": failed}
         return {"signature": self.signature, "sha256": digest} | counts
 
     def leave(self, resumable: bool = True) -> str:
-        """Keeps the journal, or, if no run can resume it, its records in order; a journal of failures is removed.
+        """Keeps the journal, or, if no run can resume it, its sorted records; removes a journal of failures only.
 
-        Returns a line about what is kept.
+        Returns a line about what is kept. resumable: whether INPUT can be read again.
         """
         left = ""
         if self._file is not None and not self.generated:
@@ -252,18 +251,18 @@ class Journal(StreamOutput):
             done = f"{self.records} lines are complete in {self.path}"
             left = f"{done}; the same run with {self._args.named('resume', True)} resumes after them"
         elif self._file is not None:
-            path = files.beside(self._target, ".incomplete")
+            path = files.sibling(self._target, ".incomplete")
             self._assemble(path)
             self._discard()
-            left = f"{self.records} records are in {path}; INPUT can be read only once, so no run can go on"
+            left = f"{self.records} records are in {path}; INPUT can be read only once, so no run can resume"
         if self._lock.is_locked:
             Path(self._lock.lock_file).unlink(missing_ok=True)
             self._lock.release()
         return left
 
     def _load(self) -> None:
-        """Reads all that earlier runs have written, and drops what follows the last complete batch."""
-        resume, again = self._args.given("resume"), f"remove {self.path} to start again"
+        """Reads what earlier runs have written, and drops what follows the last complete batch."""
+        resume, again = self._args.setting("resume"), f"remove {self.path} to start again"
         if not self.path.is_file():
             raise InputError(f"{resume}: {self.path} is not a file ({again})")
         with self.path.open("rb") as file:
@@ -272,11 +271,11 @@ class Journal(StreamOutput):
                 why = "is damaged in its first line, or was not written by this version"
                 raise InputError(f"{resume}: {self.path} {why} ({again})")
             self.signature, self._end = head["signature"], file.tell()
-            pending: dict[int, tuple[Entry, int]] = {}  # of the batch that is read
+            pending: dict[int, tuple[Entry, int]] = {}  # entries of the present batch
             offset = self._end
             for place, line in enumerate(file, start=2):
                 if not line.endswith(b"\n"):
-                    break  # not whole: the run was killed while it wrote it
+                    break  # incomplete: the run was killed while writing it
                 payload, damage = _payload(line), ""
                 if isinstance(payload, list):
                     number, length, group, key, failed, _ = payload
@@ -315,7 +314,7 @@ class Journal(StreamOutput):
         return Entry(number, length, group, key, failed, record.encode() + b"\n")
 
     def _assemble(self, path: Path, records: Iterable[bytes] | None = None) -> str:
-        """Writes these, or all of the journal in order, compressed as OUTPUT says; returns the SHA-256."""
+        """Writes `records`, or the whole journal in order, compressed by OUTPUT's name; returns the SHA-256."""
         if records is None:
             records = (self._read(offset).data for offset in self._offsets if offset >= 0)
         with files.named(path):
@@ -351,12 +350,13 @@ class Journal(StreamOutput):
         return os.path.lexists(self._target)
 
     def _completed(self) -> dict[str, Any] | None:
-        """What is kept of the run that completed OUTPUT; None where it is not known, or OUTPUT was changed since."""
-        with suppress(OSError, ValueError, TypeError, KeyError, InputError):  # the file may be somebody else's
-            made = json.loads(self._made.read_bytes())
+        """Returns the run.json of the run that completed OUTPUT; None if there is none, or OUTPUT was changed since."""
+        with suppress(OSError, ValueError, TypeError, KeyError, InputError):  # the file may be another program's
+            run_json = json.loads(self._run_json.read_bytes())
             with files.opened("OUTPUT", self._output, raw=True) as file:
                 digest = files.sha256(file)
-            return next((each for each in (made, made.get("before")) if each and each["sha256"] == digest), None)
+            versions = (run_json, run_json.get("before"))
+            return next((each for each in versions if each and each["sha256"] == digest), None)
         return None
 
     def _is_there(self) -> str:
@@ -370,7 +370,7 @@ def _line(payload: Any) -> bytes:
 
 
 def _payload(line: bytes) -> Any:
-    """What a line of the journal holds; None for one that is damaged."""
+    """Returns the content of a line of the journal; None if it is damaged."""
     checksum, _, data = line.rstrip(b"\n").partition(b" ")
     if checksum != b"%08x" % zlib.crc32(data):
         return None

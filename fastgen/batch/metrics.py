@@ -27,7 +27,7 @@ def references_of(args: BatchConfig, lines: int | None, counts_words: bool) -> l
     """
     if args.reference_path is None and args.reference_field is None:
         return None
-    asked = args.given("reference_path") or args.given("reference_field")
+    asked = args.setting("reference_path") or args.setting("reference_field")
     check_packages("rouge_score", "sacrebleu", *["jiwer"] * counts_words, needed_by=asked)
     if args.reference_path is None and lines is None:
         needs = f"needs INPUT to be a file, or {args.named('reference_path')}"
@@ -102,4 +102,4 @@ def score(outputs: list[str], references: list[str], transcripts: bool = False) 
 def _check_count(args: BatchConfig, references: list[str], lines: int) -> None:
     if len(references) != lines:
         what = f"has {len(references)} lines, but INPUT {args.input} has {lines}"
-        raise InputError(f"{args.given('reference_path') or 'INPUT'}: {what}")
+        raise InputError(f"{args.setting('reference_path') or 'INPUT'}: {what}")

@@ -83,7 +83,7 @@ def load(args: BatchConfig, processor: str, has_weights: bool = True) -> Loaded:
         raise
     except Exception as error:
         # from_pretrained raises almost anything for a broken folder: OSError, ValueError, KeyError, SafetensorError, …
-        flags = map(args.given, ("device", "dtype", "attn_implementation"))
+        flags = map(args.setting, ("device", "dtype", "attn_implementation"))
         what = " ".join(filter(None, [f"MODEL {args.model}", *flags]))
         raise InputError(misspelt(args.model) or f"{what}: cannot be loaded ({reason(error)})") from error
     if not model.can_generate():
@@ -114,7 +114,7 @@ def _class_of(args: BatchConfig, config: Any) -> Any:
         causal: (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "AutoModelForCausalLM"),
         **{f"with {args.named('task', task)}": names for task, names in sounds.items()},
     }
-    asked = f"with {args.given('task')}" if args.task in sounds else causal if args.causal_lm else of_text
+    asked = f"with {args.setting('task')}" if args.task in sounds else causal if args.causal_lm else of_text
     kind = config.model_type
     supported, name = classes[asked]
     if kind not in supported:
@@ -176,7 +176,7 @@ def check_limits(loaded: Loaded) -> None:
     """Raises InputError for flags that this model does not support, whatever the input."""
     args, config = loaded.args, loaded.model.config
     args.check_outputs(loaded.value("num_return_sequences") or 1)
-    limits = {name: positions(config, "decoder") for name in ("max_length", "max_new_tokens") if args.given(name)}
+    limits = {name: positions(config, "decoder") for name in ("max_length", "max_new_tokens") if args.setting(name)}
     limits["max_tokenizer_length"] = None if loaded.reads is None else positions(config, loaded.reads)
     last_token = config.get_text_config(decoder=True).vocab_size - 1
     for name, value in {"max_tokenizer_length": args.max_tokenizer_length, **loaded.settings}.items():
@@ -199,7 +199,7 @@ def lengths_of_inputs(loaded: Loaded) -> tuple[int | None, tuple[int, str] | Non
     if args.truncation:
         return min(filter(None, (asked, limit and limit[0])), default=None), limit
     if args.no_truncation and asked is not None:
-        limit, asked = min(filter(None, (limit, (asked, args.given("max_tokenizer_length"))))), None
+        limit, asked = min(filter(None, (limit, (asked, args.setting("max_tokenizer_length"))))), None
     return asked, limit
 
 
@@ -223,6 +223,6 @@ def input_limit(loaded: Loaded, new_tokens: int | None = None) -> tuple[int, str
         following = new_tokens or 1
         limits.append((number - following, f"MODEL's {number} positions less {following} for generated tokens"))
     if loaded.reads == "decoder" and new_tokens is None and total is not None:
-        name = args.given("max_length") or f"max_length {total}"
+        name = args.setting("max_length") or f"max_length {total}"
         limits.append((total - 1, f"{name}, which counts the prompt"))
     return min(limits, default=None)

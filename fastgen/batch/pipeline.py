@@ -1,11 +1,11 @@
-"""The stages of a run put together: read → tokenise → batch → generate → detokenise → write (§4.3 of the paper).
+"""The pipeline of a run's stages: read → tokenise → batch → generate → detokenise → write (§4.3 of the paper).
 
     main thread     the model, and nothing else
-    ahead of it     one thread reads, workers prepare, one thread plans batches and collates them
-    after it        workers finish what was generated, and write it batch after batch
+    ahead of it     one thread reads, workers prepare, one thread plans and collates batches
+    after it        workers finish what was generated, and write it batch by batch
 
-Each stage waits while enough is ready for the next. `Prefetcher` gives the planned batches, `SplitOnOOM` runs one,
-independently of those before it, and `Pipeline` hands the results to the journal, in the order in which they arrive.
+Each stage waits while enough is ready for the next. `Prefetcher` yields the planned batches, `SplitOnOOM` runs one,
+independently of earlier ones, and `Pipeline` passes the results to the journal, in the order in which they arrive.
 
 Tests: tests/batch/test_pipeline.py, tests/batch/test_memory.py, tests/batch/test_stage_threads.py
 """
@@ -36,9 +36,9 @@ BATCHES_AHEAD = 4
 CHUNKS_PER_WORKER = 4
 RESULTS_PER_WORKER = 8
 SECONDS_TO_END = 0.5
-# In a row, and a whole window of them: lines of one length, which come together, may all fail for their length.
+# Consecutive batches, and at least a window of them: adjacent lines have one length, and may all fail because of it.
 MOST_FAILED_BATCHES = 3
-# What allocators say that raise a plain RuntimeError.
+# Messages of allocators that raise a plain RuntimeError.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 logger = logging.getLogger(__name__)
@@ -46,9 +46,9 @@ T = TypeVar("T")
 
 
 class Ahead(Generic[T]):
-    """The items of an iterator, which a thread takes from it before they are wanted: `limit`, and one in its hands.
+    """Reads ahead: a thread takes up to `limit` items from an iterator before they are needed, and holds another one.
 
-    The thread is a daemon: one that waits for standard input does not keep the program from ending.
+    The thread is a daemon, so that waiting for standard input does not keep the program from ending.
     """
 
     def __init__(self, items: Iterator[T], limit: int, name: str) -> None:
@@ -57,7 +57,7 @@ class Ahead(Generic[T]):
         threading.Thread(target=self._run, args=(items,), name=name, daemon=True).start()
 
     def __iter__(self) -> Iterator[T]:
-        """Raises what the iterator raised, after the items that came before it."""
+        """Yields the items; raises the iterator's error after the items before it."""
         while (item := self._taken.get()) is not None and not self._stopped:
             if isinstance(item, BaseException):
                 raise item
@@ -65,11 +65,11 @@ class Ahead(Generic[T]):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the next item would have to be waited for."""
+        """Whether the next item is not ready."""
         return self._taken.empty()
 
     def stop(self) -> None:
-        """Ends the thread after the present item, and the iteration of who waits for one."""
+        """Ends the thread after the present item, and the iteration that waits for an item."""
         self._stopped = True
         with suppress(queue.Empty):
             while True:
@@ -89,10 +89,10 @@ class Ahead(Generic[T]):
 
 
 class Prefetcher(Ahead[Batch]):
-    """The batches of a run that are not written yet, in the order in which the model is to take them.
+    """The batches of a run that are not written yet, in the order for the model.
 
-    chunks: the lines of INPUT. written: the entry of a line that an earlier run has written. collates: makes the
-    batches' tensors; who has another process generate leaves that to it.
+    chunks: the lines of INPUT. written: returns the entry of a line that an earlier run has written. collates: whether
+    to make the batches' tensors; otherwise the process that generates does it.
     """
 
     def __init__(
@@ -110,13 +110,13 @@ class Prefetcher(Ahead[Batch]):
         super().__init__(self._collated(planner), BATCHES_AHEAD, "fastgen-planner")
 
     def stop(self) -> None:
-        """Gives up what the model has not taken."""
+        """Discards what the model has not taken."""
         self._prepared.stop()
         super().stop()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     def _submitted(self, chunks: Iterator[list[Line]]) -> Iterator[tuple[list[Item], Future[list[Item]]]]:
-        """The written lines of each chunk, and what is prepared: the rest, or all of it where planning needs that."""
+        """Yields the written items of each chunk, and its prepared ones: the rest, or all if planning needs them."""
         for lines in chunks:
             entries = [(line, self._written(line.number)) for line in lines]
             written = [self._written_item(each) for _, each in entries if each]
@@ -155,19 +155,19 @@ class Prefetcher(Ahead[Batch]):
 
 
 class SplitOnOOM:
-    """Gives batches to the task's model; one that fails is halved, until the items that fail stand alone.
+    """Runs the task's model on batches; a batch that fails is halved until the failing items are alone.
 
-    What does not fit once is not tried again: a later part as large as that is halved immediately. So the parts depend
-    on the batch and on the memory, not on what came before. seed: of the run, from which each part has its own, so that
-    it gives the same samples whenever it is run; None leaves torch's alone. say: gets a line for every smaller limit.
+    A size that did not fit is not tried again: later parts as large are halved immediately. So the parts depend on the
+    batch and the memory, not on earlier batches. seed: the run's, from which each part gets its own, so that it always
+    gives the same samples; None does not set torch's. say: prints a line for every smaller limit.
     """
 
     def __init__(self, task: Task, say: Callable[[str], None], seed: int | None) -> None:
         self._task, self._say, self._seed = task, say, seed
-        self.too_large: int | None = None  # rows times their width, to which the memory of a batch is proportional
+        self.too_large: int | None = None  # rows times width, to which the memory of a batch is proportional
 
     def __call__(self, batch: Batch, start: int = 0) -> list[GeneratedBatch]:
-        """What is generated for a batch, or for the part of one from `start` on; an item that fails alone says why."""
+        """Returns the outputs of a batch, or of its part from `start` on; an item that fails alone gets the error."""
         return self._parts(batch, start) if batch.inputs else []
 
     def _parts(self, batch: Batch, start: int) -> list[GeneratedBatch]:
@@ -187,7 +187,7 @@ class SplitOnOOM:
         return parts
 
     def _generate(self, part: Batch, start: int) -> GeneratedBatch | str:
-        """Why nothing was generated is one line: the exception, and all that its traceback holds, is gone by then."""
+        """Returns outputs, or the error in one line, so that the exception and what its traceback holds are freed."""
         if self._seed is not None:
             torch.manual_seed(batch_seed(self._seed, part.number, start))
         try:
@@ -208,7 +208,7 @@ class SplitOnOOM:
             self.too_large = min(rows * longest, self.too_large or rows * longest)
             many = f"{rows} inputs of length {longest}"
             self._say(f"out of memory with {many}: batches as large as that are split from here on")
-        return f"the memory is too small for this input of length {longest} alone"
+        return f"out of memory even for this input alone (length {longest})"
 
 
 def batch_seed(seed: int, batch: int, start: int = 0) -> int:
@@ -218,14 +218,14 @@ def batch_seed(seed: int, batch: int, start: int = 0) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host had no memory left, however its allocator says so."""
+    """Whether a device or the host was out of memory, for any form of its allocator's error."""
     if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
         return True
     return any(text in str(error) for text in OUT_OF_MEMORY)
 
 
 def _device_works_sync() -> bool:
-    """After some errors, such as an index out of range in a kernel, a GPU answers everything with that error."""
+    """Whether the device still works: after some errors, such as an invalid index in a kernel, a GPU repeats them."""
     try:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -235,10 +235,10 @@ def _device_works_sync() -> bool:
 
 
 class Pipeline:
-    """Runs the model over batches. Workers after it finish what was generated and call `write`, batch after batch.
+    """Runs the model on batches. Workers after it finish what was generated and call `write`, batch by batch.
 
-    write: takes the items to be written after a batch, and how much was generated for it. elsewhere: generates for
-    batches instead, and finishes them: gives each with how much was generated, in any order. gives_up: after several
+    write: takes the items to write after a batch, and the amount generated for it. elsewhere: generates and finishes
+    batches in other processes; yields each with the amounts, in any order. gives_up: whether to stop after several
     batches of which every item fails.
     """
 
@@ -261,13 +261,13 @@ class Pipeline:
         self._unfinished: deque[Future[None]] = deque()
 
     def run(self, batches: Iterator[Batch]) -> Iterator[None]:
-        """Yields after each batch; ends early, with the batch in flight finished, when somebody asks for that.
+        """Yields after each batch; after a request to stop, finishes the batch in flight and ends.
 
-        Batches of which every item fails are held back until one does not: it may be something else than their lines
-        that fails. Raises RunError if there are several, which are left to a run that resumes.
+        Batches of which every item fails are held back until another one succeeds, because the cause may not be their
+        lines. Raises RunError if there are several, which a resumed run generates again.
         """
         held: list[tuple[Batch, list[Any]]] = []
-        failed: list[Item] = []  # the first of each batch that failed in every line, of those in a row
+        failed: list[Item] = []  # the first item of each consecutive batch of which every line failed
         for batch, parts in self._generated(batches):
             held.append((batch, parts))
             if any(item.error is None for item in batch.items) or not self._gives_up:
@@ -292,7 +292,7 @@ class Pipeline:
                 return
 
     def drain(self, prefetcher: Prefetcher) -> None:
-        """Runs all batches; raises KeyboardInterrupt if that was ended early, when what is generated is written."""
+        """Runs all batches; after an early end, raises KeyboardInterrupt once everything generated is written."""
         complete = False
         self._stop.is_patient = True
         try:
@@ -304,7 +304,7 @@ class Pipeline:
                 self.kill()
                 raise
         except Exception:
-            # What was generated before is complete, and it is wanted; this error is the one to be raised.
+            # Earlier outputs are complete, and must be written; this error is raised.
             with suppress(Exception):
                 self.close()
             raise
@@ -320,7 +320,7 @@ class Pipeline:
             self._unfinished.popleft().result()
 
     def close(self) -> None:
-        """Waits until everything is written; raises what went wrong."""
+        """Waits until everything is written; raises the first error."""
         self._stop.finishing = True
         try:
             self.wait()
@@ -329,7 +329,7 @@ class Pipeline:
             self.kill()
 
     def kill(self) -> None:
-        """Gives up what is not written, without waiting for what never ends."""
+        """Discards what is not written, without waiting."""
         self._workers.shutdown(wait=False, cancel_futures=True)
         wait(self._unfinished, SECONDS_TO_END)
 
@@ -346,12 +346,12 @@ class Pipeline:
         if before is not None:
             before.result()
         self._write(_ready(batch), amount)
-        for item in batch.items:  # of which others may still want the outputs
+        for item in batch.items:  # copies may still need the outputs
             item.line, item.arrays, item.copies = Line(item.line.number), None, []
 
 
 def _ready(batch: Batch) -> list[Item]:
-    """Returns what is to be written after a batch: items that equal one which is not written wait for that."""
+    """Returns the items to write after a batch: items that equal an unwritten one wait for that."""
     ready = []
     for item in (*batch.items, *batch.others):
         if item.first is not None and not item.first.is_written:

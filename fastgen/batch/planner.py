@@ -1,8 +1,8 @@
-"""Batches of lines: lines of about the same length together, none larger than asked for.
+"""Planning of batches: lines of similar length share a batch, up to the sizes in the settings.
 
-A batch costs as many steps as its longest output and as many positions as its longest input for each of its rows, so
-lines of one length go together: read ahead a window of lines, sort, cut. The cut depends on INPUT and on flags only:
-every run, also one that resumes, has the same batches under the same numbers.
+A batch costs as many steps as its longest output, and as many positions as its longest input for each of its rows. So a
+window of lines is read ahead, sorted by length and cut. The cuts depend on INPUT and flags only: every run, also a
+resumed one, has the same batches with the same numbers.
 
 Tests: tests/batch/test_planner.py, tests/batch/test_default_batch.py, tests/batch/test_heads.py
 """
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from fastgen.batch.model import Loaded
 
 BATCHES_PER_WINDOW = 16
-MOST_FIRSTS = 1 << 15  # inputs that later ones may equal: so many outputs are kept
-LINES_PER_WINDOW = 1 << 12  # at most, where batches are cut by tokens only
-LEAST_HEAD = 32  # tokens that inputs begin with: fewer are not kept, and inputs are not batched by them
+MOST_FIRSTS = 1 << 15  # inputs whose outputs are kept for later, equal inputs
+LINES_PER_WINDOW = 1 << 12  # the limit if batches are cut by tokens only
+LEAST_HEAD = 32  # common first tokens of inputs: fewer are not kept, and inputs are not batched by them
 HEAD_GROWTH = 1.25  # lengths of heads are LEAST_HEAD times a power of it
-LEAST_INPUTS = 8  # however many beams they have: FastSeq's default
-SHARE = 4  # one part of so many for keys and values: layers at work need some, and other programs
-# Rows of generate (inputs × beams), and tokens of inputs. CPU: as a small and a base model gained; GPU: not measured.
+LEAST_INPUTS = 8  # for any number of beams: FastSeq's default
+SHARE = 4  # keys and values get this fraction of the memory; layers and other programs need the rest
+# Rows of generate (inputs × beams), and tokens of inputs. CPU: measured with two models; GPU: not measured.
 MOST = {"cpu": (256, 1 << 14), "cuda": (1024, 1 << 17)}
 COPIES_OF_SCORES = 8  # of a row's scores for every token of the vocabulary, in float32, while a beam is chosen
-NEW_TOKENS = 256  # where nothing limits an output
-UNKNOWN_MEMORY = 8 << 30  # of a system that does not say
+NEW_TOKENS = 256  # if nothing limits outputs
+UNKNOWN_MEMORY = 8 << 30  # if the system does not say
 UNKNOWN_VALUES = 32 * 4096  # layers × width of a model of seven billion parameters
 LIMITS_OF_CONTAINERS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -49,11 +49,11 @@ LIMITS_OF_CONTAINERS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memo
 class Item:
     """A line of INPUT on its way through the stages.
 
-    arrays: what the model takes, without a batch dimension; None where there is nothing to generate.
-    length: tokens of text, frames of sound; 0 where there are none. group: items share a batch only within a group.
-    error: why there are no outputs. outputs: as JSON. is_written: its record is, by this run or an earlier one.
-    seed: of its samples, in place of the run's seed and its line's number. key: the same for equal items. first: an
-    earlier item with this key, whose outputs are this one's, too. copies: items that wait for the outputs of this one.
+    arrays: the model's inputs, without a batch dimension; None if there is nothing to generate. length: tokens of text
+    or frames of sound; 0 if there are none. group: items share a batch only within a group. error: why there are no
+    outputs. outputs: as JSON. is_written: whether its record is written, by this run or an earlier one. seed: of its
+    samples, instead of the run's seed and the line's number. key: equal for equal items. first: an earlier item with
+    this key, whose outputs this one gets. copies: items that wait for the outputs of this one.
     """
 
     line: Line
@@ -71,29 +71,29 @@ class Item:
 
 @dataclass(slots=True)
 class Batch:
-    """Items for one call of generate, and others that need none but are to be written with them.
+    """Items for one call of generate, and others that need no call but are written with them.
 
-    number: counts the batches that have items, from the first line of their window on. inputs: of the items,
-    [B, N, …], padded. head: how many tokens all items of the batch, and others of its window, begin with; 0 where that
-    is of no use.
+    number: counts the batches with items, from the first line of their window on. inputs: the items' inputs, padded,
+    [B, N, …]. head: the number of first tokens that all items of the batch, and others of its window, have in common;
+    0 if that is not used.
     """
 
     items: list[Item]
     others: list[Item]
     number: int
-    ends_window: bool = True  # of items that were sorted by length, longest first
+    ends_window: bool = True  # the window of items that were sorted by length, longest first
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     head: int = 0
 
 
 @dataclass(slots=True)
 class GeneratedBatch:
-    """What came of some items. R outputs per item stand in a row, best first."""
+    """The model's outputs for some items. The R outputs of an item are adjacent, the best first."""
 
     items: list[Item]  # B
-    sequences: np.ndarray | None = None  # int64 [B * R, T]: what was generated, without the prompt of a causal LM
-    scores: list[float] | None = None  # [B * R], of beam search where they were asked for
-    sounds: list[np.ndarray] | None = None  # B times float32 [S] where the model speaks
+    sequences: np.ndarray | None = None  # int64 [B * R, T]: generated tokens, without the prompt of a causal LM
+    scores: list[float] | None = None  # [B * R], from beam search, if the run has scores
+    sounds: list[np.ndarray] | None = None  # B times float32 [S], if the model speaks
     segments: list[list[tuple[float, float, list[int]]]] | None = None  # [B * R] times (start, end, tokens)
 
 
@@ -101,11 +101,11 @@ class GeneratedBatch:
 class Planner:
     """Cuts INPUT into batches.
 
-    rows: inputs of a batch at most. padded_tokens: inputs × the longest one's length at most; one is always allowed.
-    window: so many lines are planned by themselves, and their batches count from the index of the first on. sorts: by
-    length, longest first, so that what does not fit into memory shows immediately. window_tokens: those sorted
-    together, if lines are long. by_head: batches have heads, and items that begin alike share batches, if they fill
-    one. merges: an item that equals an earlier one is not generated, of the last `MOST_FIRSTS` different ones.
+    rows: the most inputs of a batch. padded_tokens: the largest product of inputs and the longest one's length; one
+    input is always allowed. window: the number of lines that are planned together; their batches count from the index
+    of the first. sorts: whether by length, longest first, so that a lack of memory shows immediately. window_tokens:
+    the most tokens that are sorted together. by_head: whether batches have heads, and items with common first tokens
+    share batches, if they fill one. merges: whether items that equal one of the last `MOST_FIRSTS` are not generated.
     """
 
     rows: int | None
@@ -121,7 +121,7 @@ class Planner:
         firsts: dict[str, Item] = {}
         for window, lines in groupby(items, key=lambda item: (item.line.number - 1) // self.window):
             number = window * self.window
-            others: list[Item] = []  # which need no model, and wait for a batch that takes them along
+            others: list[Item] = []  # items without generation, which are written with the next batch
             for batch in self._batches(self._generated(lines, others, firsts)):
                 batch.number, batch.others = number, others[:]
                 yield batch
@@ -131,7 +131,7 @@ class Planner:
                 yield Batch([], others, number)
 
     def _generated(self, items: Iterable[Item], others: list[Item], firsts: dict[str, Item]) -> Iterator[Item]:
-        """Yields items to generate for; the rest, except for what is written, goes to `others`."""
+        """Yields items to generate for; adds the rest, except written items, to `others`."""
         for item in items:
             if self.merges and item.length and not item.is_written:
                 item.key = key_of(item)
@@ -168,7 +168,7 @@ class Planner:
         yield from self._sorted(waiting)
 
     def _sorted(self, items: list[Item]) -> list[Batch]:
-        """Returns the batches of items that begin alike, if they fill one; then those of all others."""
+        """Returns the batches of items with common first tokens, if they fill one; then those of all others."""
         by_beginning: dict[bytes, list[Item]] = {}
         for item in items if self.by_head else ():
             if item.arrays is not None and item.length > LEAST_HEAD:
@@ -185,7 +185,7 @@ class Planner:
         return batches
 
     def _cut(self, items: Iterable[Item]) -> Iterator[list[Item]]:
-        """Yields batches: as many items of one group, next to each other, as a batch may have."""
+        """Yields runs of items of one group, each at most one batch long."""
         batch: list[Item] = []
         longest = 0
         for item in items:
@@ -204,7 +204,7 @@ class Planner:
 
 
 def key_of(item: Item) -> str | None:
-    """Returns a digest of what the model takes for an item; None if that is sampled, so that equal items may differ."""
+    """Returns a digest of an item's inputs; None if outputs are sampled, so that equal items may differ."""
     if item.arrays is None or (isinstance(item.group, list) and dict(item.group).get("do_sample")):
         return None
     digest = hashlib.blake2b(repr(item.group).encode(), digest_size=16)
@@ -215,9 +215,9 @@ def key_of(item: Item) -> str | None:
 
 
 def common_head(items: list[Item]) -> int:
-    """How many tokens all items begin with, of which each has at least one more; 0 if they are fewer than `LEAST_HEAD`.
+    """Returns how many first tokens all items have in common, less than any has; 0 for fewer than `LEAST_HEAD`.
 
-    Rounded down, so that windows whose items have a token more in common by chance have the same head.
+    It is rounded down, so that windows whose items share a few more tokens by chance have the same head.
     """
     rows = [item.arrays["input_ids"] for item in items if item.arrays is not None]
     head = min(map(len, rows), default=1) - 1
@@ -229,13 +229,13 @@ def common_head(items: list[Item]) -> int:
 
 
 def make_planner(args: BatchConfig, loaded: Loaded, in_order: bool, by_head: bool) -> Planner:
-    """Returns the planner that the settings ask for; in_order: batches are to keep the order of INPUT."""
-    # batch_tokens counts every row of the batch that generate makes of an input.
+    """Returns the planner for the settings; in_order: whether batches keep the order of INPUT."""
+    # batch_tokens counts all rows that generate makes from an input.
     padded_tokens = None if args.batch_tokens is None else max(1, args.batch_tokens // rows_per_input(loaded))
     window, window_tokens = lines_per_window(args), math.inf
     if args.window is None and padded_tokens is not None:
         window_tokens = BATCHES_PER_WINDOW * padded_tokens
-    # Recordings of any length: as many frames as that many recordings of the length that Whisper hears at once have.
+    # Long recordings: as many frames as the same number of recordings of Whisper's window have.
     if (at_once := getattr(loaded.feature_extractor, "nb_max_frames", None)) is not None:
         window_tokens = min(window_tokens, window * at_once)
     merges = not in_order and not loaded.value("do_sample")
@@ -248,11 +248,11 @@ def lines_per_window(args: BatchConfig) -> int:
 
 
 def with_batch_size(args: BatchConfig, loaded: Loaded, inputs: int | None) -> BatchConfig:
-    """`args`, with --bs and --batch_tokens where neither is given: `inputs`, or None for what is chosen here.
+    """Returns `args` with --bs and --batch_tokens, if neither is set: `inputs`, or sizes chosen here if that is None.
 
-    A batch is as large as a part of the memory beside the model allows, counted in the keys and values of its tokens,
-    but not larger than what still gains. All memory of the machine counts, not what is free, so that a run that is
-    repeated has the same batches.
+    The keys and values of a batch's tokens may take a part of the memory that the model leaves, but a batch is not
+    larger than is faster. The machine's total memory counts, not the free memory, so that a repeated run has the same
+    batches.
     """
     if args.bs is not None or args.batch_tokens is not None:
         return args
@@ -272,7 +272,7 @@ def with_batch_size(args: BatchConfig, loaded: Loaded, inputs: int | None) -> Ba
 
 
 def rows_per_input(loaded: Loaded) -> int:
-    """How many rows generate makes of an input: beams or outputs."""
+    """Returns how many rows generate makes from an input: beams or outputs."""
     return max(loaded.value(name) or 1 for name in ("num_beams", "num_return_sequences"))
 
 
@@ -282,13 +282,13 @@ def key_value_bytes(config: Any, dtype: torch.dtype) -> int:
         heads = config.num_attention_heads or 1
         width = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads
         values = config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * width
-    except Exception:  # of a config without these, or with others for each layer
+    except Exception:  # a config without these, or with other ones for each layer
         values = UNKNOWN_VALUES
     return 2 * values * dtype.itemsize
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of a GPU, or that this process's machine or container has."""
+    """Returns the bytes of memory of a GPU, or of this process's machine or container."""
     if device.type == "cuda":
         import torch
 

@@ -1,6 +1,6 @@
-"""What a line of INPUT holds, and how a record of OUTPUT is written: text, JSON records, OpenAI's batch format.
+"""Parsing of INPUT's lines and writing of OUTPUT's records: text, JSON records, OpenAI's batch format.
 
-Fields of JSON are read and written by Python, which decides how a number looks: 1E3 becomes 1000.0.
+Python reads and writes JSON, and so determines how numbers look: 1E3 becomes 1000.0.
 
 Tests: tests/batch/test_records.py, tests/batch/test_openai.py
 """
@@ -22,49 +22,49 @@ from fastgen.batch.errors import reason
 from fastgen.batch.files import NO_VALUE, Line
 from fastgen.batch.planner import Item
 
-# A record is read whole or not at all.
+# The most bytes of a record: longer ones are not read.
 LONGEST_RECORD = 1 << 24
-# What a record of OUTPUT has besides the fields of its record of INPUT. There, with a number: those of earlier runs.
+# The fields that OUTPUT adds to those of INPUT's record, which may contain, with a number, those of earlier runs.
 ADDED_FIELDS = ("input_tokens", "outputs", "error")
 Messages = list[dict[str, Any]]
 SEPARATOR = "####"
 LONGEST_LIST = 100  # characters of names of fields in a message
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-# The first bytes of a file; those of UTF-32 may begin as those of UTF-16.
+# Byte order marks; UTF-32's come first, because they may begin with UTF-16's.
 WIDE_MARKS = {
     "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
     "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
 }
-# JSON allows these inside strings, and some programs end a line at them.
+# JSON allows these characters in strings, but some programs end lines at them.
 _LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
 class RecordError(Exception):
-    """A line of INPUT that cannot be used. The message says why; which line it is, the caller knows."""
+    """A line of INPUT cannot be used. The message says why; the caller adds the number of the line."""
 
 
 class WrongKindError(RecordError):
-    """A line whose input is of a kind that this run never takes: so are the others, as a rule."""
+    """A line's input is of a kind that this run never takes; the other lines are probably the same."""
 
 
 class OpenAIRequestError(WrongKindError):
-    """A line that is a request of OpenAI's batch format."""
+    """A line is a request of OpenAI's batch format."""
 
 
 def items_of(lines: list[Line], args: BatchConfig, take: Callable[[Item, Any], None]) -> list[Item]:
-    """An item for each line; `take` gets those with something in them, and what that is. Bad lines have their error."""
+    """Returns an item for each line; `take` gets the items with an input, and the input. Bad lines get their error."""
     items = [Item(line) for line in lines]
     for item in items:
         try:
-            if (found := read_input(item.line, args)) is not None:
-                take(item, found)
+            if (content := read_input(item.line, args)) is not None:
+                take(item, content)
         except RecordError as error:
             item.error = str(error)
     return items
 
 
 def each_or_error(call: Callable[[Any], Any], inputs: Any, what: str) -> list[Any]:
-    """What `call` gives for all inputs at once; if that raises, for each alone, or a message where that raises, too."""
+    """Returns the results of `call` for all inputs together or, if that raises, for each, or its error message."""
     try:
         return list(call(inputs)) if len(inputs) else []
     except Exception as error:  # a tokenizer or a template may raise anything
@@ -74,9 +74,9 @@ def each_or_error(call: Callable[[Any], Any], inputs: Any, what: str) -> list[An
 
 
 def decode(line: Line) -> str:
-    """The line's text, without the byte order mark of a file and without the CR of a CRLF.
+    """Returns the line's text, without a byte order mark and without the CR of a CRLF.
 
-    Where a line is cut in the middle of a character, without that. Raises RecordError.
+    A character in which the line is cut is omitted. Raises RecordError.
     """
     if line.number == 1 and (encoding := _wide_encoding(line.raw)) is not None:
         raise WrongKindError(f"is {encoding} text (accepted: UTF-8, as iconv -f {encoding} -t UTF-8 makes it)")
@@ -90,7 +90,7 @@ def decode(line: Line) -> str:
 
 
 def _wide_encoding(raw: bytes) -> str | None:
-    """Returns a file's encoding of several bytes a character, by its mark or the zeros of plain letters."""
+    """Returns "UTF-16" or "UTF-32", recognised by the byte order mark or the zeros of ASCII letters, or None."""
     for encoding, marks in WIDE_MARKS.items():
         if raw.startswith(marks):
             return encoding
@@ -99,10 +99,10 @@ def _wide_encoding(raw: bytes) -> str | None:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """The object that a record is; raises RecordError for anything else."""
+    """Returns the JSON object of a record. Raises RecordError for anything else."""
     try:
         record = json.loads(text)
-    except (ValueError, RecursionError) as error:  # Python reads no deep nests, and no integers of thousands of digits
+    except (ValueError, RecursionError) as error:  # Python refuses deep nesting, and integers of thousands of digits
         raise RecordError(f"is not JSON that can be read ({error})") from error
     if not isinstance(record, dict):
         raise RecordError(f"is {kind(record)} (accepted: a JSON object)")
@@ -110,10 +110,10 @@ def parse(text: str) -> dict[str, Any]:
 
 
 def field(record: dict[str, Any], path: str) -> Any:
-    """The value that `path` leads to; raises RecordError where there is none.
+    """Returns the value at `path`. Raises RecordError if there is none.
 
-    a.b is the field b of the object a, and a.0 the first of the list a; a field whose own name is a.b comes before.
-    An empty list on the way gives an empty text: an empty line has no outputs, and stays empty in the next run.
+    a.b is the field b of the object a, and a.0 the first item of the list a; a field named a.b takes precedence. An
+    empty list on the way gives an empty text: an empty line has no outputs, and stays empty in the next run.
     """
     value: Any = record
     rest = path
@@ -128,14 +128,14 @@ def field(record: dict[str, Any], path: str) -> Any:
         name = next((each for each in beginnings if each in parts), None)
         if name is None:
             whose = "its fields" if value is record else f"in {quoted(path[: -len(rest) - 1])}"
-            found = shorten(", ".join(map(quoted, parts)), LONGEST_LIST, placeholder=" …") or "none"
-            raise RecordError(f"has no field {quoted(path)} ({whose}: {found})")
+            names = shorten(", ".join(map(quoted, parts)), LONGEST_LIST, placeholder=" …") or "none"
+            raise RecordError(f"has no field {quoted(path)} ({whose}: {names})")
         value, rest = parts[name], rest[len(name) + 1 :]
     return value
 
 
 def read_input(line: Line, args: BatchConfig) -> str | Messages | None:
-    """Returns the text of a line, or with chat its messages; None for a line with nothing in it. Raises RecordError."""
+    """Returns the text of a line, or with chat its messages; None for an empty line. Raises RecordError."""
     if line.value is not NO_VALUE:
         return _input_of(line.value, args, "is {}")
     if line.cut and args.reads_records:
@@ -154,7 +154,7 @@ def read_input(line: Line, args: BatchConfig) -> str | Messages | None:
 
 
 def _input_of(value: Any, args: BatchConfig, said: str = "is {}", is_cut: bool = False) -> str | Messages | None:
-    """Returns what a value is for the model; said: how a message calls one of another kind."""
+    """Returns a value as the model's input; said: the form of messages about values of other kinds."""
     if isinstance(value, list) and args.chat:
         return _messages(value, args, said)
     if not isinstance(value, str):
@@ -169,7 +169,7 @@ def _input_of(value: Any, args: BatchConfig, said: str = "is {}", is_cut: bool =
 
 
 def _messages(messages: list[Any], args: BatchConfig, said: str) -> Messages:
-    """Returns the messages of a conversation, with the system message of the run before those that have none."""
+    """Returns the messages of a conversation, with the run's system message first if it has none."""
     if not messages:
         raise RecordError(f"{said.format('an empty list')} (accepted: a string or a list of messages)")
     for number, message in enumerate(messages, start=1):
@@ -185,9 +185,9 @@ def _messages(messages: list[Any], args: BatchConfig, said: str) -> Messages:
 
 
 def _content(message: dict[str, Any]) -> str | None:
-    """The text of a message, its parts in lines; None where there is another thing than text in it.
+    """Returns the text of a message, with its parts as lines; None if it contains anything but text.
 
-    A message of an assistant that calls tools has none.
+    A message of an assistant that calls tools has no text.
     """
     content = message.get("content")
     if content is None and message.get("role") == "assistant":
@@ -200,18 +200,18 @@ def _content(message: dict[str, Any]) -> str | None:
 
 
 def kind(value: Any) -> str:
-    """Returns what JSON calls a value, or Python if JSON has no such values."""
+    """Returns JSON's name for the type of a value, or Python's if JSON has no such values."""
     name = "a number" if isinstance(value, (int, float)) else f"a value of type {type(value).__name__}"
     return _KINDS.get(type(value), name)
 
 
 def quoted(value: Any) -> str:
-    """A value as JSON writes it, for a message."""
+    """Returns a value as JSON, for a message."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def name_of(item: Item, args: BatchConfig) -> str:
-    """Returns what a failed record is called by those who wrote it, if it says so."""
+    """Returns the name of a failed record, from its `id_field`; empty if it has none."""
     if args.id_field is not None:
         with suppress(RecordError):
             return f"{args.id_field} {quoted(field(parse(decode(item.line)), args.id_field))}: "
@@ -219,12 +219,12 @@ def name_of(item: Item, args: BatchConfig) -> str:
 
 
 def record_of(item: Item, args: BatchConfig) -> bytes:
-    """Returns a record of OUTPUT with its line end; nothing, or NA for a score, for a line without outputs."""
+    """Returns a record of OUTPUT with its line end; without outputs it is empty, or NA for a score."""
     return {"text": _text, "jsonl": _jsonl, "openai": _openai}[args.output_format or "text"](item, args)
 
 
 def fields_of(item: Item) -> dict[str, Any]:
-    """What OUTPUT adds to the fields of a record."""
+    """Returns the fields that OUTPUT adds to a record."""
     added: dict[str, Any] = {} if item.error is not None else {"input_tokens": item.length}
     outputs = [{name: value for name, value in each.items() if name != "ended"} for each in item.outputs]
     for output in outputs:
@@ -242,9 +242,9 @@ def _text(item: Item, args: BatchConfig) -> bytes:
 
 
 def _jsonl(item: Item, args: BatchConfig) -> bytes:
-    """The fields of the line's own record, or else its number, then what was generated.
+    """Returns a record with the fields of the line's own record, or else its number, and what was generated.
 
-    A line that is no record, or one that is nested too deeply to be written, is known by its number only.
+    A line that is no record, or that is nested too deeply to be written, is identified by its number only.
     """
     if args.reads_records:
         with suppress(RecordError, RecursionError):
@@ -253,7 +253,7 @@ def _jsonl(item: Item, args: BatchConfig) -> bytes:
 
 
 def _openai(item: Item, args: BatchConfig) -> bytes:
-    """A line of the output file of OpenAI's batches; `created` is 0, so that a run writes the same bytes again."""
+    """Returns a line of OpenAI's batch output format; `created` is 0, so that a repeated run writes the same bytes."""
     custom_id: Any = None
     with suppress(RecordError):
         custom_id = parse(decode(item.line)).get("custom_id")
@@ -273,17 +273,17 @@ def _openai(item: Item, args: BatchConfig) -> bytes:
 
 
 def outputs_of(record: bytes, args: BatchConfig) -> tuple[list[dict[str, Any]], str | None]:
-    """Returns outputs and error from which `record_of` makes the same record again; text has no errors."""
+    """Returns outputs and error from which `record_of` makes the same record; text has no errors."""
     outputs: list[dict[str, Any]] = []
     if args.output_format == "openai":
-        made = json.loads(record)
-        if (response := made["response"]) is None:
-            return outputs, made["error"]["message"]
+        fields = json.loads(record)
+        if (response := fields["response"]) is None:
+            return outputs, fields["error"]["message"]
         tokens = response["body"]["usage"]["completion_tokens"]
         for choice in response["body"]["choices"]:
             ended = choice["finish_reason"] == "stop"
             outputs.append({"text": choice["message"]["content"], "tokens": tokens, "ended": ended})
-            tokens = 0  # there is but their sum
+            tokens = 0  # only their sum is stored
         return outputs, None
     if args.writes_records:
         fields = json.loads(record)
@@ -301,7 +301,7 @@ def outputs_of(record: bytes, args: BatchConfig) -> tuple[list[dict[str, Any]], 
 
 
 def first_text(record: bytes, args: BatchConfig) -> str:
-    """The first output's text of a record of OUTPUT, empty where there is none."""
+    """Returns the first output's text of a record of OUTPUT, empty if there is none."""
     text = record.decode("utf-8").removesuffix("\n")
     if args.output_format == "openai":
         response = json.loads(text)["response"]
@@ -315,7 +315,7 @@ def first_text(record: bytes, args: BatchConfig) -> str:
 
 
 def _own_fields(line: Line) -> dict[str, Any]:
-    """Returns the fields of a record; those that OUTPUT adds get the first number that is free for all of them."""
+    """Returns the fields of a record; those that OUTPUT adds are renamed with the first number free for all of them."""
     record = parse(decode(line))
     numbered = ({name: f"{name}_{number}" for name in ADDED_FIELDS} for number in count(1))
     names = next(names for names in numbered if record.keys().isdisjoint(names.values()))
@@ -324,5 +324,5 @@ def _own_fields(line: Line) -> dict[str, Any]:
 
 def _one_line(record: dict[str, Any]) -> bytes:
     text = json.dumps(record, ensure_ascii=False).translate(_LINE_ENDS)
-    # Half a surrogate pair, which UTF-8 has no bytes for, becomes the escape by which JSON writes it.
+    # Half a surrogate pair, which UTF-8 cannot encode, becomes JSON's escape.
     return text.encode("utf-8", "backslashreplace") + b"\n"

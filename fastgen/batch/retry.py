@@ -38,7 +38,7 @@ class Retry(Journal):
 
     def _check(self) -> None:
         self._overwrite = True  # after all records are written
-        self._asked, run_json = self._args.given("retry_failed"), self._made.name
+        self._asked, run_json = self._args.setting("retry_failed"), self._run_json.name
         completed = self._completed()
         if not self._exists():
             resumes = f"accepted: {self._args.named('resume', True)} completes it"

@@ -1,7 +1,6 @@
-"""A run: from the lines of INPUT to the records of OUTPUT, with all that --resume, shards and scores ask for.
+"""A run: from the lines of INPUT to the records of OUTPUT, with --resume, shards and scores.
 
-Whatever can be wrong with settings and files, and with a run that resumes, is found before torch and transformers are
-imported.
+Mistakes in settings and files, and about the run to resume, are reported before torch and transformers are imported.
 
 Tests: tests/batch/test_run.py, tests/batch/test_bad_input.py
 """
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run has written. scores: by their names, if there are references."""
+    """The result of a run. scores: by name, if there are references."""
 
     records: int
     failures: int
@@ -43,12 +42,12 @@ class Outcome:
 
 
 class Progress(Protocol):
-    """Hears how far a run is, and shows it or not.
+    """The receiver of a run's progress, which may display it.
 
     start: the run has `total` inputs (None: unknown), `done` of them written; amounts are in `unit`. finished: counts a
-    batch with its failed lines and their errors. say: reports what went wrong. note: reports what a user should know.
-    line: reports what the run does. close: stops counting. end: reports amounts and speed. details: returns what a line
-    about the speed says besides.
+    batch with its failed lines and their errors. say: reports problems. note: reports messages for the user. line:
+    reports what the run does. close: stops counting. end: reports amounts and speed. details: returns additional text
+    for lines about the speed.
     """
 
     details: Callable[[], str] = str
@@ -63,10 +62,10 @@ class Progress(Protocol):
 
 
 def run(args: BatchConfig, stop: Stop, progress: Progress) -> Outcome:
-    """Generates for every line of INPUT and writes OUTPUT; what does not need the model comes first.
+    """Generates for every line of INPUT and writes OUTPUT; everything that does not need the model comes first.
 
     Raises InputError for settings, files or a model that cannot be used, RunError or OSError if the run cannot
-    continue, KeyboardInterrupt if somebody has ended it.
+    continue, KeyboardInterrupt if it was stopped.
     """
     args = shards.of_launcher(args, os.environ)
     if args.reads_records and not files.is_stream(args.input):
@@ -81,7 +80,7 @@ def run(args: BatchConfig, stop: Stop, progress: Progress) -> Outcome:
         task.args = args = _as_before(args, output.signature or earlier.get("signature") or {})
         signed = signature(args, surveyed)
         if earlier if args.merge else output.check(signed):
-            why = "none of its lines failed, so nothing is retried" if args.retry_failed else "the same run has made it"
+            why = "none of its lines failed, so nothing is retried" if args.retry_failed else "the same run wrote it"
             progress.note(f"{args.output} is complete: {why}")
             output.records, output.failures = earlier["records"], earlier["failures"]
         elif args.merge and isinstance(output, Journal):
@@ -93,7 +92,7 @@ def run(args: BatchConfig, stop: Stop, progress: Progress) -> Outcome:
         else:
             _generate(task, surveyed, output, stop, progress)
             if output.failed is not None:
-                again = f"{len(output.failed)} lines that had failed were generated again"
+                again = f"{len(output.failed)} failed lines were generated again"
                 progress.note(f"{again}, {output.failures} of them failed again")
         scores = scores_of_output(args, references, output.records, task.counts_words)
         return Outcome(output.records, output.failures, scores)
@@ -102,22 +101,22 @@ def run(args: BatchConfig, stop: Stop, progress: Progress) -> Outcome:
 
 
 def _generate(task: Task, surveyed: files.Survey | None, output: StreamOutput, stop: Stop, progress: Progress) -> None:
-    """Sets up what runs beside the model, and goes through INPUT."""
+    """Sets up what runs in parallel to the model, and processes INPUT."""
     from transformers.utils import logging as library_logging
 
     args = task.args
     progress.line(f"loading {args.model}")
-    # Workers are what runs beside the model; threads that a tokenizer starts by itself would take cores from it.
+    # Workers run in parallel to the model; a tokenizer's own threads would take cores from it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    fastgen.enable()  # not `enabled()`, which would win over a caller's `disabled()`
+    fastgen.enable()  # not `enabled()`, which would override a caller's `disabled()`
     stock = fastgen.disabled() if args.without_fastgen_opt else nullcontext()
     only_records = redirect_stdout(sys.stderr) if args.output == STREAM else nullcontext()
     with stock, only_records, ExitStack() as after:
-        # What is generated for a batch does not depend on those before it, which --resume does not generate again.
+        # A batch's outputs must not depend on earlier batches, which --resume does not generate again.
         after.callback(fastgen.configure, repeatable=CONFIG.repeatable)
         fastgen.configure(repeatable=True)
         after.callback(library_logging.set_verbosity, library_logging.get_verbosity())
-        library_logging.set_verbosity_error()  # it would log the same for every batch
+        library_logging.set_verbosity_error()  # it would repeat messages for every batch
         workers = None
         if args.workers is not None:  # --ray needs it
             from fastgen.batch.workers import started
@@ -134,7 +133,7 @@ def _go_through(
     workers: Workers | None,
     progress: Progress,
 ) -> None:
-    """Loads, generates and writes; raises KeyboardInterrupt if that was ended early."""
+    """Loads, generates and writes. Raises KeyboardInterrupt after an early end."""
     from fastgen.batch.pipeline import Pipeline, Prefetcher, SplitOnOOM
 
     asked = task.args
@@ -179,9 +178,9 @@ def _go_through(
     if task.sounds is not None:
         progress.note(f"the sounds are in {task.sounds.folder}")
     if unused := sorted(getattr(task.input, "unused", ())):
-        progress.note(f"what bodies of requests have besides was not used: {', '.join(unused)}")
+        progress.note(f"fields of request bodies were ignored: {', '.join(unused)}")
     if args.bs != asked.bs or args.batch_tokens != asked.batch_tokens:
-        sizes = " ".join(filter(None, map(args.given, ("bs", "batch_tokens"))))
+        sizes = " ".join(filter(None, map(args.setting, ("bs", "batch_tokens"))))
         progress.line(f"batches, chosen for MODEL and this machine: {sizes}")
     if copied:
         progress.line(f"{copied} inputs equal earlier ones, and were not generated again")
@@ -189,7 +188,7 @@ def _go_through(
 
 
 def _complete(args: BatchConfig, surveyed: files.Survey | None, output: StreamOutput, total: int | None) -> None:
-    """Gives OUTPUT its name; raises InputError or RunError if what was read or generated is not fit for it."""
+    """Completes OUTPUT. Raises InputError or RunError if INPUT has changed, or all inputs failed."""
     if surveyed is not None and output.records != total:
         had = f"it had {total} lines, and {output.records} could be read"
         raise InputError(f"INPUT changed while it was read: {had}")
@@ -200,13 +199,13 @@ def _complete(args: BatchConfig, surveyed: files.Survey | None, output: StreamOu
 
 
 def _entry(item: Item, args: BatchConfig) -> Entry:
-    """Returns an item's record, with the length by which a batch is planned: 0 for a copy, which none has."""
+    """Returns an item's entry, with the length by which its batch is planned: 0 for a copy, which is in no batch."""
     length, key = (item.length, item.key) if item.first is None else (0, None)
     return Entry(item.line.number, length, item.group, key, item.error is not None, records.record_of(item, args))
 
 
 def _with_first_line(args: BatchConfig) -> BatchConfig:
-    """Returns the arguments as INPUT's first line has them: see `_checked_first`."""
+    """Returns the arguments adapted to INPUT's first line: see `_checked_first`."""
     lines = next(files.read_chunks(args.input, 1, longest=records.LONGEST_RECORD), [])
     return _checked_first(lines[0], args) if lines else args
 
@@ -214,12 +213,12 @@ def _with_first_line(args: BatchConfig) -> BatchConfig:
 def _checked_first(line: files.Line, args: BatchConfig) -> BatchConfig:
     """Returns the arguments with OpenAI's batch format, which needs no flag if INPUT's first record has it.
 
-    Raises InputError if the line is of a kind that is not read. One bad record is that line's failure, but a file that
-    begins with one is not in this format, or has other fields.
+    Raises InputError if the line cannot be used. One bad record is only that line's failure, but a file that begins
+    with one is not in this format, or has other fields.
     """
     is_record_of_file = args.reads_records and not files.is_stream(args.input)
     try:
-        if not (is_record_of_file and line.cut):  # that is a failed input
+        if not (is_record_of_file and line.cut):  # a cut line is only a failed input
             records.read_input(line, args)
     except records.RecordError as error:
         if is_record_of_file and isinstance(error, records.OpenAIRequestError) and args.text_field == "text":
@@ -232,7 +231,7 @@ def _checked_first(line: files.Line, args: BatchConfig) -> BatchConfig:
 
 
 def _as_before(args: BatchConfig, before: dict[str, Any]) -> BatchConfig:
-    """Returns the arguments with what an earlier run has chosen or drawn, where the flags leave it open."""
+    """Returns the arguments with the values that an earlier run has chosen or drawn, for flags that are not set."""
     if args.bs is None and args.batch_tokens is None:
         bs, batch_tokens = (before.get(args.named(name)) for name in ("bs", "batch_tokens"))
         args = replace(args, bs=bs, batch_tokens=batch_tokens)
@@ -241,14 +240,14 @@ def _as_before(args: BatchConfig, before: dict[str, Any]) -> BatchConfig:
 
 
 def _total(args: BatchConfig, surveyed: files.Survey | None, output: StreamOutput) -> int | None:
-    """How many lines this run has; None where that is not known (yet)."""
+    """Returns how many lines this run has; None if that is not known (yet)."""
     if output.failed is not None:
         return len(output.failed)
     return args.n_obs if surveyed is None else shards.own_lines(surveyed.lines, args)
 
 
 def _chunks(task: Task, output: StreamOutput) -> Iterator[list[files.Line]]:
-    """The lines of this run; raises InputError if the first of a stream is of a kind that is not read."""
+    """Yields the lines of this run. Raises InputError if the first line of a stream cannot be used."""
     args, failed = task.args, output.failed
     chunks = files.read_chunks(args.input, args.n_obs, task.lines_at_once, longest=task.input.line_bytes)
     for chunk in chunks if failed is not None else shards.own_chunks(chunks, args):
@@ -259,13 +258,13 @@ def _chunks(task: Task, output: StreamOutput) -> Iterator[list[files.Line]]:
 
 
 def check_files(args: BatchConfig) -> files.Survey | None:
-    """The survey of INPUT, None where it can be read only once.
+    """Returns the survey of INPUT, None if it can be read only once.
 
-    Raises InputError where a file cannot be used, or where INPUT does not hold what the task reads.
+    Raises InputError if a file cannot be used, or INPUT does not hold what the task reads.
     """
     for name, path in (("INPUT", args.input), ("OUTPUT", args.output)):
-        if (flag := args.given("retry_failed") or args.given("resume")) and files.is_stream(path):
-            why = f"{flag} needs {name} to be a file, and {path} can be gone through only once"
+        if (flag := args.setting("retry_failed") or args.setting("resume")) and files.is_stream(path):
+            why = f"{flag} needs {name} to be a file, and {path} can be read only once"
             raise InputError(f"{name} {path}: {why}")
     surveyed = None if files.is_stream(args.input) else files.survey(args.input)
     if surveyed is not None and not args.reads_records:
@@ -274,11 +273,11 @@ def check_files(args: BatchConfig) -> files.Survey | None:
     files.check_writable("OUTPUT", args.output, sources)
     if args.score_path is not None:
         if files.is_url(args.score_path):
-            raise InputError(f"{args.given('score_path')}: is a URL (accepted: a local file)")
+            raise InputError(f"{args.setting('score_path')}: is a URL (accepted: a local file)")
         files.check_writable(args.named("score_path"), args.score_path, sources | {"OUTPUT": args.output})
-        # A run that --resume finds complete leaves the scores as they are, too.
+        # A complete run that is resumed does not write the scores again.
         is_there = os.path.exists(args.score_path)
         if is_there and not (args.overwrite or args.retry_failed) and not (args.resume and os.path.exists(args.output)):
             ways = f"another, or {args.named('overwrite', True)}"
-            raise InputError(f"{args.given('score_path')} already exists (accepted: {ways})")
+            raise InputError(f"{args.setting('score_path')} already exists (accepted: {ways})")
     return surveyed

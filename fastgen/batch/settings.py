@@ -95,7 +95,7 @@ def _task_params(loaded: Loaded) -> dict[str, Any]:
     """
     args, tasks = loaded.args, getattr(loaded.model.config, "task_specific_params", None) or {}
     if (tasks or args.task) and args.task not in (*TASKS, *tasks):
-        asked = args.given("task") or f"a run without {args.named('task')}"
+        asked = args.setting("task") or f"a run without {args.named('task')}"
         loaded.notes.append(f"note: MODEL has no settings for {asked} (it has: {', '.join(tasks) or 'none'})")
     return tasks.get(args.task, {})
 
@@ -185,9 +185,9 @@ def language_settings(loaded: Loaded) -> dict[str, Any]:
         return _of_whisper(args, loaded.model.generation_config)
     ids = language_ids(tokenizer)
     codes: dict[str, str] = {}
-    for name in filter(args.given, ("tgt_lang", "src_lang")):
+    for name in filter(args.setting, ("tgt_lang", "src_lang")):
         if not (ids and hasattr(tokenizer, name)):
-            raise InputError(f"{args.given(name)}: MODEL {args.model} has no languages to choose from")
+            raise InputError(f"{args.setting(name)}: MODEL {args.model} has no languages to choose from")
         codes[name] = _find(args, name, getattr(args, name), ids)
         setattr(tokenizer, name, codes[name])
     if codes:
@@ -196,15 +196,15 @@ def language_settings(loaded: Loaded) -> dict[str, Any]:
     if args.forced_bos_token is not None:
         token, index = args.forced_bos_token, tokenizer.convert_tokens_to_ids(args.forced_bos_token)
         if index is None or (index == tokenizer.unk_token_id and token != tokenizer.unk_token):
-            raise InputError(f"{args.given('forced_bos_token')}: is not one token of MODEL's vocabulary")
+            raise InputError(f"{args.setting('forced_bos_token')}: is not one token of MODEL's vocabulary")
         return {"forced_bos_token_id": index}
     if "tgt_lang" not in codes:
         return {}
     if "tgt_lang" in takes:
         return {"tgt_lang": codes["tgt_lang"].strip("_")}
     starts = type(tokenizer).__name__.removesuffix("Fast") in DECODER_STARTS_WITH_LANGUAGE
-    if starts and (rival := args.given("decoder_start_token_id")):
-        raise InputError(f"{rival} and {args.given('tgt_lang')} contradict each other (accepted: one of them)")
+    if starts and (rival := args.setting("decoder_start_token_id")):
+        raise InputError(f"{rival} and {args.setting('tgt_lang')} contradict each other (accepted: one of them)")
     return {"decoder_start_token_id" if starts else "forced_bos_token_id": ids[codes["tgt_lang"]]}
 
 
@@ -227,11 +227,11 @@ def _of_whisper(args: BatchConfig, config: Any) -> dict[str, Any]:
 
     if args.tgt_lang is not None:
         other = "Whisper writes the language it hears, or English (the setting task=translate of generate)"
-        raise InputError(f"{args.given('tgt_lang')}: {other}")
+        raise InputError(f"{args.setting('tgt_lang')}: {other}")
     if args.src_lang is None:
         return {}
     if getattr(config, "lang_to_id", None) is None or not getattr(config, "is_multilingual", True):
-        raise InputError(f"{args.given('src_lang')}: MODEL {args.model} has no languages to choose from")
+        raise InputError(f"{args.setting('src_lang')}: MODEL {args.model} has no languages to choose from")
     languages = {token.strip("<|>") for token in config.lang_to_id}
     languages |= {name for name, code in TO_LANGUAGE_CODE.items() if code in languages}
     _find(args, "src_lang", args.src_lang.lower(), languages)

@@ -45,12 +45,12 @@ def of_launcher(args: BatchConfig, environ: Mapping[str, str]) -> BatchConfig:
         return args
     for name, path in (("INPUT", args.input), ("OUTPUT", args.output)):
         if files.is_stream(path):
-            raise InputError(f"{name} {path} does not go with {args.given('num_shards')} (accepted: a file)")
+            raise InputError(f"{name} {path} does not go with {args.setting('num_shards')} (accepted: a file)")
     if args.merge:
         return args
     if args.shard_id >= args.num_shards:
-        raise InputError(f"{args.given('shard_id')} (accepted: 0 to {args.num_shards - 1})")
-    for scored in filter(None, map(args.given, ("reference_path", "reference_field", "score_path"))):
+        raise InputError(f"{args.setting('shard_id')} (accepted: 0 to {args.num_shards - 1})")
+    for scored in filter(None, map(args.setting, ("reference_path", "reference_field", "score_path"))):
         why = f"{shard}, which has a part of the output (accepted: with {merge})"
         raise InputError(f"{scored} does not go with {why}")
     seed = args.seed or 0  # the same for all shards
@@ -67,7 +67,7 @@ def _with_numbers(args: BatchConfig, environ: Mapping[str, str]) -> BatchConfig:
     if args.num_shards == "auto" and count is None:
         why = f"{said} does not say how many shards there are"
         whole = f"{args.named('num_shards')} N, or a whole Slurm array, --array=0-M"
-        raise InputError(f"{args.given('num_shards')}: {why} (accepted: {whole})")
+        raise InputError(f"{args.setting('num_shards')}: {why} (accepted: {whole})")
     shards = count if args.num_shards == "auto" else args.num_shards
     if args.shard_id == "auto" and shards is not None and index >= shards:
         why = f"auto takes it from {said}; an array of Slurm counts from 0 on with --array=0-{shards - 1}"
@@ -130,7 +130,7 @@ def merge(args: BatchConfig, output: Journal) -> None:
 
     Raises InputError with the shards that are not complete, or were made differently.
     """
-    asked, per_shard = args.given("merge"), [args.named(name) for name in ("num_shards", "shard_id", "device")]
+    asked, per_shard = args.setting("merge"), [args.named(name) for name in ("num_shards", "shard_id", "device")]
     names = [output_of(args.output, shard, args.num_shards) for shard in range(args.num_shards)]
     runs = {name: run for name in names if (run := _completed(args, name)) is not None}
     if missing := [name for name in names if name not in runs]:

@@ -79,18 +79,18 @@ class Task:
     def validate(self) -> None:
         """Raises InputError for settings that do not go with the task, or with each other in it."""
         args = self.args
-        asked = args.given("task")
+        asked = args.setting("task")
         if args.task not in TASKS and (near := get_close_matches(args.task or "", TASKS, cutoff=0.85)):
             raise InputError(f"{asked} is not known (did you mean {near[0]}?)")
         for name, needed in (("chat", "causal_lm"), ("system", "chat")):
-            if args.given(name) and not args.given(needed):
-                raise InputError(f"{args.given(name)} needs {args.named(needed, True)}")
-        kind = asked if args.task in OF_SOUND else args.given("chat") or args.given("causal_lm")
+            if args.setting(name) and not args.setting(needed):
+                raise InputError(f"{args.setting(name)} needs {args.named(needed, True)}")
+        kind = asked if args.task in OF_SOUND else args.setting("chat") or args.setting("causal_lm")
         for name in sorted(self.refused):
-            if what := args.given(name):
+            if what := args.setting(name):
                 raise InputError(f"{what} does not go with {kind}, {self.why_refused} (accepted: one of them)")
         if args.speaker_id is not None and args.task not in AUDIO_OUT:
-            raise InputError(f"{args.given('speaker_id')} needs {args.named('task', ' or '.join(AUDIO_OUT))}")
+            raise InputError(f"{args.setting('speaker_id')} needs {args.named('task', ' or '.join(AUDIO_OUT))}")
         check_packages(*([] if self.reads else ["soundfile", "soxr"]), needed_by=asked)
 
     def load(self, loaded: Loaded | None = None, has_weights: bool = True) -> None:
@@ -259,7 +259,7 @@ class ChatTask(CausalTask):
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program that may raise anything
             why = f"the chat template of MODEL {args.model} refuses it ({error})"
-            raise InputError(f"{args.given('system') or chat}: {why}") from error
+            raise InputError(f"{args.setting('system') or chat}: {why}") from error
         super().specialize()
 
     def settings_of(self, item: Item) -> dict[str, Any]:
@@ -328,8 +328,8 @@ class SpeakTask(Task):
         super().validate()
         args = self.args
         if args.output_format != "jsonl" or is_stream(args.output) or is_url(args.output):
-            what = f"OUTPUT {args.output}" if args.output_format == "jsonl" else args.given("output_format")
-            raise InputError(f"{what} does not go with {args.given('task')} (accepted: a file of JSON records)")
+            what = f"OUTPUT {args.output}" if args.output_format == "jsonl" else args.setting("output_format")
+            raise InputError(f"{what} does not go with {args.setting('task')} (accepted: a file of JSON records)")
         output = os.path.realpath(args.output)
         is_there, is_begun, has_sounds = (os.path.lexists(output + end) for end in ("", ".part", ".audio"))
         if not args.overwrite and not is_begun and is_there != has_sounds:
@@ -347,13 +347,13 @@ class SpeakTask(Task):
         args, own, config = self.args, self.loaded.model.generation_config, self.loaded.model.config
         spoken = getattr(own, "vocoder_lang_code_to_id", None) or {}
         if args.tgt_lang is None or self.loaded.settings["tgt_lang"] not in spoken:
-            needs = f"{args.given('task')} needs {args.named('tgt_lang')}"
-            what = f"{args.given('tgt_lang')} is not spoken by MODEL" if args.tgt_lang else needs
+            needs = f"{args.setting('task')} needs {args.named('tgt_lang')}"
+            what = f"{args.setting('tgt_lang')} is not spoken by MODEL" if args.tgt_lang else needs
             raise InputError(f"{what} (accepted: {nearest(args.tgt_lang or 'eng', spoken)})")
         if (number := args.speaker_id) is not None:
             if number >= config.vocoder_num_spkrs:
                 accepted = f"accepted: 0 to {config.vocoder_num_spkrs - 1}"
-                raise InputError(f"{args.given('speaker_id')} is not known to MODEL ({accepted})")
+                raise InputError(f"{args.setting('speaker_id')} is not known to MODEL ({accepted})")
             self.loaded.settings["spkr_id" if config.model_type == "seamless_m4t" else "speaker_id"] = number
         self.output = self.sounds = SoundFolder(args, config.sampling_rate)
 

@@ -1,8 +1,8 @@
-"""Text in and text out: lines of INPUT through the tokenizer, and what was generated back to text.
+"""Text input and output: lines of INPUT through the tokenizer, and generated tokens back to text.
 
-What is wrong with a line is that line's error and stops no other. Requests of OpenAI's batch format that ask for the
-same share batches. One that samples beams with a seed of its own has a batch to itself: what is drawn for a beam
-depends on the rows beside it.
+A problem with a line is that line's error and does not stop other lines. Requests of OpenAI's batch format with the
+same settings share batches. A request that samples beams with its own seed has a batch to itself, because random
+numbers for beams depend on the other rows.
 
 Tests: tests/batch/test_text.py, tests/batch/test_records.py, tests/batch/test_openai.py
 """
@@ -24,14 +24,14 @@ from fastgen.batch.model import Loaded, embedded_tokens, input_limit, lengths_of
 from fastgen.batch.planner import GeneratedBatch, Item
 from fastgen.batch.settings import draws_by_row, token_ids
 
-# A tokenizer needs some 250 bytes of memory for each character. Texts with more characters than these for each token
-# that they may have are white space, or words that it does not know, and shorter ones than this cost little.
+# A tokenizer needs some 250 bytes of memory per character. Texts with more characters per allowed token than this are
+# white space or unknown words; texts shorter than the second number cost little.
 CHARACTERS_PER_TOKEN = 16
 SHORTEST_LONG_TEXT = 1 << 18
-TOKENS_WITHOUT_LIMIT = 1 << 16  # if nothing says how many tokens there may be
+TOKENS_WITHOUT_LIMIT = 1 << 16  # if nothing limits the number of tokens
 TOKENIZER_RAISES = "cannot be tokenized"
 ANY = sys.float_info.max
-# Numbers in a body: the library's name of the setting, its type, the least and the most, and how a message says that.
+# Numbers in a body: the library's name of the setting, its type, the bounds, and their form in messages.
 NUMBERS: dict[str, tuple[str, type[int] | type[float], float, float, str]] = {
     "max_tokens": ("max_new_tokens", int, 1, ANY, "a whole number, 1 or more"),
     "max_completion_tokens": ("max_new_tokens", int, 1, ANY, "a whole number, 1 or more"),
@@ -43,11 +43,12 @@ NUMBERS: dict[str, tuple[str, type[int] | type[float], float, float, str]] = {
 
 
 class TextInput:
-    """Tokenizes lines, {"input_ids": int64 [N]} for each; threads may share it.
+    """Tokenizes lines to {"input_ids": int64 [N]}; threads may share it.
 
-    args.prefix: stands before every text that is not empty, but not before a list of messages. truncate_to: to so many
-    tokens texts are truncated. most: the most tokens that the model takes, and what sets this limit. embedded_tokens:
-    how many the model's embedding has. None: nothing limits it. bodies: reads requests of OpenAI's batch format.
+    args.prefix: is put before every text that is not empty, but not before lists of messages. truncate_to: the number
+    of tokens to which texts are truncated. most: the most tokens that the model takes, and what sets this limit.
+    embedded_tokens: the size of the model's embedding. None means no limit. bodies: reads requests of OpenAI's batch
+    format.
     """
 
     truncates: ClassVar[bool] = True
@@ -63,7 +64,7 @@ class TextInput:
     ) -> None:
         self._tokenizer, self._args, self._bodies, self._embedded = tokenizer, args, bodies, embedded_tokens
         self._truncate_to, self._most = truncate_to, most
-        # Truncating is asked for by a length; without one the full length is wanted, to compare it with the limit.
+        # A length switches truncation on; without it the full length is compared with the limit.
         self._options: dict[str, Any] = {}
         if truncate_to is not None and self.truncates:
             self._options = {"truncation": True, "max_length": truncate_to}
@@ -73,14 +74,14 @@ class TextInput:
         elif most is not None and self.truncates:
             self._most = most[0], f"{most[1]}; {args.named('truncation', True)} truncates"
         if isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
-            # The first call with these settings writes them into the tokenizer, which must not be in use then:
-            # tokenizers before 0.23 raise "Already borrowed" where another thread is in the middle of a call.
+            # The first call with these settings stores them in the tokenizer, which must not be in use then:
+            # tokenizers before 0.23 raise "Already borrowed" if another thread is inside a call.
             tokenizer([""], verbose=False, **self._options)
         tokens = [number for number in (truncate_to, most and most[0]) if number is not None]
-        # No tokenizer is given a longer text.
+        # Longer texts are not tokenized.
         self.characters = max(SHORTEST_LONG_TEXT, CHARACTERS_PER_TOKEN * min(tokens, default=TOKENS_WITHOUT_LIMIT))
-        # How much of a line is read. Text of which this is not all has more characters in it than that, for a byte
-        # order mark, and a character that is cut, do not count.
+        # The bytes of a line that are read. A cut text still has more characters than the limit, although a byte order
+        # mark and a cut character do not count.
         self.line_bytes = max(4 * (self.characters + 2), records.LONGEST_RECORD if args.reads_records else 0)
         self.unused: set[str] = set() if bodies is None else bodies.unused
 
@@ -114,9 +115,9 @@ class TextInput:
         return self._tokenizer(inputs, verbose=False, **self._options)["input_ids"]
 
     def _encode_long(self, text: Any) -> list[int] | str:
-        """Returns the tokens that a text is truncated to, of its beginning; why not if half of that has other ones."""
+        """Returns the tokens of a long text's beginning; an error if half of the beginning gives other tokens."""
         why = f"has more than {self.characters} characters"
-        # If the end of a text is kept, its beginning says nothing.
+        # If the tokenizer keeps the end of texts, the beginning is not enough.
         if not self._options or self._tokenizer.truncation_side != "right":
             ways = f" ({self._args.named('max_tokenizer_length')} N truncates to N tokens)"
             return f"{why}, the most that are tokenized{ways if self._truncate_to is None else ''}"
@@ -124,29 +125,29 @@ class TextInput:
         half, ids = (records.each_or_error(self._encode, part, TOKENIZER_RAISES)[0] for part in parts)
         if isinstance(ids, str) or (half == ids and len(ids) == self._truncate_to):
             return ids
-        return f"{why}, and half of these do not come to its first {self._truncate_to} tokens"
+        return f"{why}, and half of these give other first {self._truncate_to} tokens"
 
     def _fill(self, item: Item, ids: list[int] | str) -> None:
-        known, most = self._embedded, self._most
+        vocabulary, most = self._embedded, self._most
         if self._bodies is not None:
             most = min(filter(None, (most, self._bodies.input_limit(item.group))), default=None)
         if isinstance(ids, str):
             item.error = ids
         elif most is not None and len(ids) > most[0]:
             item.error = f"has {len(ids)} tokens, the limit is {most[0]} ({most[1]})"
-        elif known is not None and max(ids, default=0) >= known:
-            item.error = f"has the token {max(ids)}, the last that MODEL knows is {known - 1}"
-        elif ids:  # a tokenizer may find no token in a text of characters that it drops
+        elif vocabulary is not None and max(ids, default=0) >= vocabulary:
+            item.error = f"has the token {max(ids)}, the last that MODEL knows is {vocabulary - 1}"
+        elif ids:  # a tokenizer may return no token for characters that it drops
             item.arrays, item.length = {"input_ids": np.array(ids, np.int64)}, len(ids)
 
     def collate(self, items: list[Item]) -> dict[str, torch.Tensor]:
-        """Returns input_ids [B, N], padded, with the attention_mask that tells them from padding."""
+        """Returns padded input_ids [B, N] and their attention_mask."""
         rows = [item.arrays["input_ids"] for item in items if item.arrays is not None]
         return pad_text(rows, self._tokenizer.pad_token_id, self._tokenizer.padding_side == "left")
 
 
 class ChatInput(TextInput):
-    """Lines are conversations, none of which is truncated; their special tokens are those of the chat template."""
+    """Tokenizes conversations, which are never truncated; the chat template adds their special tokens."""
 
     truncates = False
 
@@ -156,7 +157,7 @@ class ChatInput(TextInput):
 
 
 def pad_text(rows: list[np.ndarray], pad_token_id: int, left: bool) -> dict[str, torch.Tensor]:
-    """Token ids [N] as int64 input_ids [B, N] and attention_mask [B, N]."""
+    """Returns token ids [N] as int64 input_ids [B, N] and attention_mask [B, N]."""
     shape = len(rows), max(map(len, rows))
     input_ids = np.full(shape, pad_token_id, np.int64)
     attention_mask = np.zeros(shape, np.int64)
@@ -168,14 +169,14 @@ def pad_text(rows: list[np.ndarray], pad_token_id: int, left: bool) -> dict[str,
 
 
 class Bodies:
-    """Reads bodies of requests; threads may share it. unused: names in them that change nothing."""
+    """Reads bodies of requests; threads may share it. unused: names of fields without effect."""
 
     def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
         self.unused: set[str] = set()
 
     def settings(self, line: Line) -> tuple[list[list[Any]] | None, tuple[int, int] | None]:
-        """Returns names and values of settings of generate, sorted, and the seed; raises RecordError for bad ones."""
+        """Returns names and values of settings of generate, sorted, and the seed. Raises RecordError for bad ones."""
         body = records.parse(records.decode(line))["body"]
         self.unused.update(name for name in body if name not in ("model", "messages", "stop", *NUMBERS))
         settings: dict[str, Any] = {}
@@ -202,7 +203,7 @@ class Bodies:
         return [list(each) for each in sorted(settings.items())] or None, seed_of_line
 
     def input_limit(self, settings: list[list[Any]] | None) -> tuple[int, str] | None:
-        """Returns the most tokens that a prompt with these settings may have, and what sets the number."""
+        """Returns the most tokens that a prompt with these settings may have, and what sets the limit."""
         max_new_tokens = dict(settings or ()).get("max_new_tokens")
         return None if max_new_tokens is None else input_limit(self._loaded, max_new_tokens)
 
@@ -210,7 +211,7 @@ class Bodies:
         return bool(settings.get("do_sample", self._loaded.value("do_sample")))
 
     def _check(self, settings: dict[str, Any]) -> None:
-        """Raises RecordError for numbers of tokens and of outputs that this model, or this run, cannot give."""
+        """Raises RecordError for numbers of tokens and of outputs that this model or this run does not support."""
         loaded, args = self._loaded, self._loaded.args
         number, max_new_tokens = positions(loaded.model.config, "decoder"), settings.get("max_new_tokens", 0)
         if number is not None and max_new_tokens >= number:
@@ -234,8 +235,8 @@ def _refused(name: str, value: Any, accepted: str) -> records.RecordError:
 class TextOutput:
     """Turns token ids into texts with their scores and numbers of tokens; threads may share it.
 
-    start_tokens: how many tokens at the start of a row were given to the decoder and not generated: 1 for an
-        encoder-decoder, 0 for a causal LM.
+    start_tokens: the number of first tokens of a row that were not generated: 1 for an encoder-decoder, 0 for a causal
+        LM.
     """
 
     def __init__(
@@ -248,10 +249,9 @@ class TextOutput:
 
     @staticmethod
     def of(loaded: Loaded) -> TextOutput:
-        """Returns the output for a model, whose generate is asked for the scores of beams if OUTPUT has them."""
+        """Returns the output for a model; sets its generate to return the scores of beams if OUTPUT has them."""
         args = loaded.args
-        # Whisper's generate leaves out the tokens that it was given, and the end. If it returns scores, it returns but
-        # the last of its passes over a sound.
+        # Whisper's generate omits the prompt and the end token. With scores, it returns only a sound's last pass.
         is_whisper = loaded.reads is None and loaded.model.config.model_type == "whisper"
         is_scored = args.output_sequence_scores or args.writes_records
         if is_scored and not is_whisper and (loaded.value("num_beams") or 1) > 1:
@@ -261,7 +261,7 @@ class TextOutput:
         return TextOutput(loaded.tokenizer, args, eos, loaded.value("pad_token_id"), start_tokens)
 
     def finish(self, generated: GeneratedBatch) -> float:
-        """Fills the items' outputs, and an error where what was generated cannot be decoded; returns the tokens."""
+        """Fills the items' outputs, or errors if tokens cannot be decoded; returns the number of tokens."""
         sequences = generated.sequences
         if sequences is None or not len(sequences):
             return 0
@@ -270,7 +270,7 @@ class TextOutput:
             tokens = np.array([sum(len(part[2]) for part in output) for output in generated.segments])
         each = len(sequences) // len(generated.items)  # R outputs of every item
         by_item = sequences.reshape(len(generated.items), each, *sequences.shape[1:])
-        decoded = records.each_or_error(self._texts, by_item, "what was generated cannot be decoded")
+        decoded = records.each_or_error(self._texts, by_item, "the generated tokens cannot be decoded")
         for index, (item, texts) in enumerate(zip(generated.items, decoded, strict=True)):
             if isinstance(texts, str):
                 item.error = texts
@@ -292,7 +292,7 @@ class TextOutput:
         return int(tokens.sum())
 
     def _until(self, stops: list[str], text: str, sequence: np.ndarray) -> tuple[str, bool]:
-        """Returns the text before the first stop string, and if one is there, or is a special token; sequence: [T]."""
+        """Returns the text before the first stop string, and whether there is one or a special token; sequence: [T]."""
         if places := [place for place in map(text.find, stops) if place >= 0]:
             return text[: min(places)], True
         whole = self._decode(sequence[None, self._start :], skip_special_tokens=False)[0]
@@ -308,9 +308,9 @@ class TextOutput:
 def count_tokens(
     sequences: np.ndarray, start_tokens: int, eos_token_ids: list[int], pad_token_id: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """How many tokens of each row [B * R, T] were generated, up to the first EOS with it, and whether there is one.
+    """Returns how many tokens of each row [B * R, T] were generated, including an EOS, and whether there is one.
 
-    A row without an EOS ends where its padding begins: a stop string ended it, or there was no room for more.
+    A row without an EOS ends where its padding begins: a stop string ended it, or it reached the greatest length.
     """
     generated = sequences[:, start_tokens:]
     rows, width = generated.shape

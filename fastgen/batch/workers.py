@@ -237,14 +237,14 @@ def started(args: BatchConfig, stop: Stop, say: Callable[[str], None]) -> Iterat
     """Yields workers that load their models, in a Ray for this run only or in the cluster of --ray."""
     if args.device not in (None, "cpu", "cuda"):
         accepted = "accepted: cuda, a GPU for each, or cpu"
-        raise InputError(f"{args.given('device')} does not go with {args.named('workers')} ({accepted})")
+        raise InputError(f"{args.setting('device')} does not go with {args.named('workers')} ({accepted})")
     options: dict[str, Any] = {"address": args.ray, "logging_level": logging.ERROR, "log_to_driver": False}
     if args.ray is None:
         os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's default, 15, a model waits for all others
         cpus = usable_cpus() if args.workers == "auto" else args.workers
         options |= {"address": "local", "num_cpus": cpus, "include_dashboard": False}
     elif why := _no_answer(args.ray):
-        raise RunError(f"{args.given('ray')}: nothing answers there ({why})")
+        raise RunError(f"{args.setting('ray')}: nothing answers there ({why})")
     stop.is_patient = True  # ending Ray takes seconds if its start is interrupted
     # In another thread Ray does not replace Python's signal handlers. Its processes end with that thread.
     with ThreadPoolExecutor(1) as thread:
@@ -274,7 +274,7 @@ def count_workers(args: BatchConfig, gpus: int) -> int:
         return int(args.workers)
     if args.ray is not None and not gpus:
         accepted = f"accepted with {args.named('ray')}: a number"
-        raise InputError(f"{args.given('workers')} counts the GPUs of a cluster, and it has none ({accepted})")
+        raise InputError(f"{args.setting('workers')} counts the GPUs of a cluster, and it has none ({accepted})")
     return gpus or max(1, usable_cpus() // CPUS_PER_WORKER)
 
 

@@ -140,7 +140,7 @@ def test_a_complete_output_is_known_until_something_changes(tmp_path):
     assert not journal.check(other)
     journal.leave()
     output.write_text("changed\n")
-    with pytest.raises(InputError, match=r"already exists .*; no run is known that made it as it is"):
+    with pytest.raises(InputError, match=r"already exists .*; its run is unknown"):
         journal_of(output, True, False)
     complete(output, 2, overwrite=True)
     assert output.read_bytes() == text(2)
@@ -368,7 +368,7 @@ def test_what_a_full_disk_needs_for_the_order_is_said(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(Journal, "_assemble", full)
         journal = begin(tmp_path / "out", resume=True)
-        with pytest.raises(OSError, match=r"No space left on device .OUTPUT is put in order from OUTPUT\.part"):
+        with pytest.raises(OSError, match=r"No space left on device .OUTPUT is sorted from OUTPUT\.part"):
             journal.complete()
         journal.leave()
     complete(tmp_path / "out", 2, resume=True)

@@ -97,7 +97,7 @@ def test_only_an_input_that_does_not_fit_alone_fails():
     machine = SmallMachine(30)
     batch = batch_of(machine, [50, 10, 10])
     assert numbers(SplitOnOOM(machine, lambda said: None, None)(batch)) == [2, 3]
-    assert batch.items[0].error == "the memory is too small for this input of length 50 alone"
+    assert batch.items[0].error == "out of memory even for this input alone (length 50)"
     assert [item.error for item in batch.items[1:]] == [None, None]
 
 

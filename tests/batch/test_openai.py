@@ -72,7 +72,7 @@ def test_requests_are_recognised_and_bodies_are_applied(chat, tmp_path, capsys):
         assert choice["message"] == {"role": "assistant", "content": text}
         assert choice["finish_reason"] in ("stop", "length")
     assert found[0]["response"]["body"]["choices"][0]["finish_reason"] == "length"
-    assert "what bodies of requests have besides was not used: logprobs, user" in capsys.readouterr().err
+    assert "fields of request bodies were ignored: logprobs, user" in capsys.readouterr().err
 
 
 def test_other_formats_keep_the_fields_of_requests(chat, tmp_path):

@@ -161,7 +161,7 @@ def test_only_the_line_fails_whose_output_cannot_be_decoded():
     decoder = Decoder(["a", ValueError("no\nword"), "c", "d"])
     batch = generated(["x", "y"], [[0], [1], [2], [3]])
     finished = finish(decoder, JSONL, {EOS}, PAD)(batch)
-    error = "what was generated cannot be decoded (ValueError: no word)"
+    error = "the generated tokens cannot be decoded (ValueError: no word)"
     assert parsed(finished)[0] == {"line": 1, "outputs": [], "error": error}
     assert [one["text"] for one in parsed(finished)[1]["outputs"]] == ["c", "d"]
     assert finished.failures == [(1, error)]

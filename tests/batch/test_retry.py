@@ -50,7 +50,7 @@ def test_retried_lines_are_those_of_a_run_without_failure(run, tmp_path, monkeyp
     capsys.readouterr()
     assert run(name, "--retry_failed") == 1  # two lines are too long in any case
     said = capsys.readouterr().err
-    assert f"{len(failed)} lines that had failed were generated again, 2 of them failed again\n" in said
+    assert f"{len(failed)} failed lines were generated again, 2 of them failed again\n" in said
     assert f"2 of {len(LINES)} inputs failed" in said
     found, expected = (list(files.raw_lines("OUTPUT", str(tmp_path / each))) for each in (name, f"whole_{name}"))
     if name.endswith("jsonl"):
@@ -58,7 +58,7 @@ def test_retried_lines_are_those_of_a_run_without_failure(run, tmp_path, monkeyp
             [[o["text"] for o in json.loads(line)["outputs"]] for line in each] for each in (found, expected)
         )
     assert found == expected
-    assert run(name, "--resume") == 1 and "the same run has made it" in capsys.readouterr().err
+    assert run(name, "--resume") == 1 and "the same run wrote it" in capsys.readouterr().err
 
 
 def test_flags_that_make_lines_fail_may_differ(run, tmp_path, capsys):

@@ -57,7 +57,7 @@ def test_samples_of_shards_are_those_of_one_run(gpt2, source, tmp_path, capsys):
     # What was merged is known as what one run would have written.
     capsys.readouterr()
     assert command(gpt2, source, output, *SAMPLING, "--resume") == 1
-    assert "is complete: the same run has made it" in capsys.readouterr().err
+    assert "is complete: the same run wrote it" in capsys.readouterr().err
 
 
 def test_merge_names_shards_that_are_missing_or_differ(bart, source, tmp_path, capsys):

@@ -229,7 +229,7 @@ def test_a_long_text_is_cut_to_what_it_is_truncated_to_or_fails(prepare, tokeniz
     if len(expected) == 64:
         assert ids([found]) == [expected]
     else:
-        assert found.error.startswith("has more than 262144 characters, and half of these do not come to its first 64")
+        assert found.error.startswith("has more than 262144 characters, and half of these give other first 64")
     assert (len(expected) == 64) == (kind == "bytes" or " " in text.strip() or kind == "demo"), len(expected)
 
 

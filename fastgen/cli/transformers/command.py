@@ -46,7 +46,7 @@ def _run(argv: list[str], stop: Signals) -> int:
     args = parse_arguments(argv)
     check_packages("transformers", "tqdm", "filelock")
     if args.workers is not None:  # --ray needs it
-        check_packages("ray", "accelerate", needed_by=args.given("ray") or args.given("workers"))
+        check_packages("ray", "accelerate", needed_by=args.setting("ray") or args.setting("workers"))
     from fastgen.cli.transformers.progress import Progress
 
     outcome = run(args, stop, Progress(args.quiet))

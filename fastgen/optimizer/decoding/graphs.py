@@ -32,7 +32,7 @@ from fastgen.optimizer.decoding.cost_model import first_weight, size_of
 from fastgen.optimizer.decoding.report import STEPS, TORCH_MODE, Reason, that_hold
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 
-# The most graphs of one model between two calls, and the most bytes of all together: fewer on a CPU, whose memory
+# The most graphs of one model between two calls, and the most bytes of all together: less on a CPU, whose memory
 # programs need for themselves.
 MOST_GRAPHS = 16
 MOST_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
@@ -157,7 +157,7 @@ class CapturedGraph:
         self.state, self.nbytes = GraphState.NEW, 0
         self.buffers: list[Any] = []  # the leaves of the inputs
         self._structure: Any = None  # how the leaves are nested in the inputs
-        self._unread: set[int] = set()  # leaves that no kernel reads: buffers are the caller's tensors, for outputs
+        self._unread: set[int] = set()  # leaves that no kernel reads, but outputs may be: the buffer is the caller's
         self._copied: dict[int, tuple[Any, int | None]] = {}  # for each leaf, the tensor last copied and its version
         self._replay: Run | None = None
 

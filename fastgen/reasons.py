@@ -1,7 +1,7 @@
 """The codes of reasons, each with what it means to users: the tables of docs/reasons.md.
 
 A reason says why fastgen did not do a part of a call. A new code gets a line here, and nowhere else in words:
-`python tools/reasons_page.py` writes the page. The texts with the details of a call, and the conditions, are in the
+`python tools/generated_pages.py` writes the page. The texts with the details of a call, and the conditions, are in the
 tables of each host's `CallChecks` (checks.py), which say where a call is left alone.
 
 Tests: tests/optimizer/test_report.py, tests/test_docs.py

@@ -186,7 +186,7 @@ class BatchConfig:
     task: str | None = _setting("speech-to-text, text-to-speech, translation, …", metavar="NAME")
     device: str | None = _setting("cpu, cuda, cuda:1, … (default: cuda if there is one)", metavar="NAME")
     workers: Any = _whole("processes with a model each, or auto (needs ray)", words=AUTO)
-    resume: bool = _switch("go on with the run that left OUTPUT.part")
+    resume: bool = _switch("resume the run that left OUTPUT.part")
     overwrite: bool = _switch("replace OUTPUT or --score_path that is there")
     retry_failed: bool = _switch("only the lines of OUTPUT that failed, in place")
     quiet: bool = _switch("no progress on stderr, only what went wrong")
@@ -207,7 +207,7 @@ class BatchConfig:
 
     input_format: str | None = _choice("text, jsonl or openai (default: by INPUT)", "FORMAT", *FORMATS)
     output_format: str | None = _choice("text, jsonl or openai (default: by OUTPUT, else as INPUT)", "FORMAT", *FORMATS)
-    text_field: str = _setting('JSON field of the input (default: "text"); a.b is b of a', "text", metavar="NAME")
+    text_field: str = _setting("JSON field of the input; a.b is b of a (default: text)", "text", metavar="NAME")
     id_field: str | None = _setting("JSON field that names a record in messages", metavar="NAME")
     join_outputs: bool = _switch("several outputs on one line of text, joined with ####")
     output_sequence_scores: bool = _switch("in text, write SCORE<tab>TEXT (NA without beams)")

@@ -1,1 +1,1 @@
-"""fastgen-generate-for-transformers; docs/commands.md says where a flag or a message lives."""
+"""fastgen-generate-for-transformers; docs/dev/command.md says where a flag or a message lives."""

@@ -141,8 +141,10 @@ def _flags(group: argparse._ArgumentGroup, accepts: Mapping[str, Check]) -> str:
         setting = getattr(action.type, "args", (action.dest,))[0]  # of generate, whose flags have one dest
         accepted = _accepted(accepts[setting]) if takes_value and setting in accepts else ""
         meaning, _, default = (action.help or "").partition(" (default: ")
-        rows.append((f"`{flag}`", accepted, _escaped(default.removesuffix(")")), _escaped(meaning)))
-    return _table(("flag", "accepted", "default", "meaning"), rows) if rows else ""
+        rows.append((f"`{flag}`", _escaped(meaning), accepted, _escaped(default.removesuffix(")"))))
+    filled = [column for column in range(4) if any(row[column] for row in rows)]
+    head, *rows = [[row[column] for column in filled] for row in (("flag", "meaning", "accepted", "default"), *rows)]
+    return _table(head, rows) if rows else ""
 
 
 def _settings_of_generate() -> str:

@@ -19,6 +19,7 @@ PAGES = {
     "fastgen/models/demo/data/README.md": "demo-model.md",
 }
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)#\s]+)")
+SHORT_CODE = re.compile(r"<code>(?=[^<]{1,30}</code>)")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -37,6 +38,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return posixpath.relpath(_published(target, config, files), posixpath.dirname(page.file.src_uri))
 
     return LINK.sub(link, markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Marks short code, such as `--resume`, which site.css keeps on one line: browsers break lines after a hyphen."""
+    return SHORT_CODE.sub('<code class="short">', html)
 
 
 def _published(target: str, config: Any, files: Files) -> str:

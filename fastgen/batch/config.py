@@ -169,7 +169,7 @@ def _choice(help: str, metavar: str, *values: str) -> Any:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """The settings of a run: the command's flags by name, which docs/commands.md describes.
+    """The settings of a run: the command's flags by name, which docs/flags.md lists.
 
     Raises InputError for values that are not accepted, and for settings that contradict each other; what a task does
     not take is the task's to say. What formats and names of files imply is filled in. gen: settings of generate by

@@ -13,7 +13,7 @@ PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPO
 
 
 def anchors(text: str) -> set[str]:
-    """Returns those of the headings, as GitHub makes them."""
+    """Returns the anchors of the headings, as GitHub forms them."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 

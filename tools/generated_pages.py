@@ -170,8 +170,8 @@ def _escaped(text: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+    first, *lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return "\n".join([first, "|---" * len(head) + "|", *lines]) + "\n"
 
 
 PAGES: dict[str, Callable[[], str]] = {"reasons.md": reasons, "flags.md": flags, "how-it-works.md": left_alone}

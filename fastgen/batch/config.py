@@ -187,7 +187,7 @@ class BatchConfig:
     device: str | None = _setting("cpu, cuda, cuda:1, … (default: cuda if there is one)", metavar="NAME")
     workers: Any = _whole("processes with a model each, or auto (needs ray)", words=AUTO)
     resume: bool = _switch("resume the run that left OUTPUT.part")
-    overwrite: bool = _switch("replace OUTPUT or --score_path that is there")
+    overwrite: bool = _switch("replace an existing OUTPUT or --score_path")
     retry_failed: bool = _switch("only the lines of OUTPUT that failed, in place")
     quiet: bool = _switch("no progress on stderr, only what went wrong")
 

@@ -1,1 +1,1 @@
-"""fastgen-generate-for-transformers; docs/dev/command.md says where a flag or a message lives."""
+"""The command fastgen-generate-for-transformers, see docs/commands.md."""

@@ -19,6 +19,7 @@ PAGES = {
     "fastgen/models/demo/data/README.md": "demo-model.md",
 }
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)#\s]+)")
+NESTED = re.compile(r"^  (?=- )", re.MULTILINE)  # two spaces are enough on GitHub; mkdocs' Markdown wants four
 SHORT_CODE = re.compile(r"<code>(?=[^<]{1,30}</code>)")
 
 
@@ -30,14 +31,14 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Returns the text of a page with links as they are in the site."""
+    """Returns the text of a page with links as they are in the site, and nested lists as mkdocs reads them."""
     folder = Path(page.file.abs_src_path).parent
 
     def link(match: re.Match[str]) -> str:
         target = (folder / match[0]).resolve().relative_to(ROOT).as_posix()
         return posixpath.relpath(_published(target, config, files), posixpath.dirname(page.file.src_uri))
 
-    return LINK.sub(link, markdown)
+    return NESTED.sub("    ", LINK.sub(link, markdown))
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:

@@ -86,7 +86,7 @@ lint: $(VENV)/test.installed
 
 # The site, into build/site: mkdocs.yml. A warning, such as a link that leads nowhere, is an error.
 docs: $(VENV)/test.installed
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # What pages say of the code: codes of reasons, flags, the table of what is left to the library.
 pages: $(VENV)/test.installed

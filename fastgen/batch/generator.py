@@ -139,7 +139,7 @@ def _config(model: str, settings: dict[str, Any]) -> BatchConfig:
             own["gen"].append((setting, value))
         elif setting not in names:
             known = [*names, *of_generate, *OTHER_NAMES]
-            raise InputError(f"{name}: there is no such setting{did_you_mean(name, known, 'see docs/flags.md')}")
+            raise InputError(f"{name}: there is no such setting{did_you_mean(name, known, 'see docs/commands.md')}")
         elif setting != "gen" and value is not None:
             own[setting] = value
     return BatchConfig(model, **own, input_format="jsonl", output_format="jsonl", quiet=True)

@@ -21,7 +21,7 @@ WORDS_CHECKED := fastgen
 
 PYTEST := FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2 --dist loadgroup
 
-.PHONY: demo check test test-all test-fairseq matrix fuzz test-gpu gpu-check sanitize lint table bench bench-gpu wheel clean
+.PHONY: demo check test test-all test-fairseq matrix fuzz test-gpu gpu-check sanitize lint docs pages table bench bench-gpu wheel clean
 
 # The main job on the sample of 500 lines, with and without fastgen.
 demo: $(VENV)/demo.installed
@@ -86,6 +86,15 @@ lint: $(VENV)/test.installed
 	$(BIN)/python tools/words.py $(WORDS_CHECKED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(MAKE) --no-print-directory docs
+
+# The site, into build/site: mkdocs.yml. A warning, such as a link that leads nowhere, is an error.
+docs: $(VENV)/test.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# What pages say of the code: codes of reasons, flags, the table of what is left to the library.
+pages: $(VENV)/test.installed
+	$(BIN)/python tools/generated_pages.py
 
 table: $(VENV)/test.installed
 	$(BIN)/python tests/helpers/architecture_parity.py docs/architectures.md

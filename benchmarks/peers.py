@@ -84,7 +84,7 @@ _VLLM = {
     "t5-beam4": "vLLM 0.32 has no T5",
     **dict.fromkeys(
         ("whisper-beam5", "gpt2-beam4", "recordings"),
-        "its beam search asks for a tokenizer, which models of random weights have not",
+        "its beam search needs a tokenizer, and models with random weights have none",
     ),
 }
 _GENERATE_BATCH = dict.fromkeys((*_ENCODER_DECODERS, "recordings"), "takes decoder-only models") | {

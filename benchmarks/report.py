@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md and docs/papers.md, and docs/speed.svg, from all files of benchmarks/results.
+"""The tables of docs/benchmarks.md and of the papers' pages, and docs/speed.svg, from all files of benchmarks/results.
 
 KIND-MACHINE.json holds what `bench.py run --json` has written of cases of a kind, peers-MACHINE.json the same with
 `--against`, papers-MACHINE/PART.json what `bench.py papers` has. A file or part that is missing has no table. The texts
@@ -11,6 +11,7 @@ import importlib
 import json
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ DOCS, RESULTS = Path(__file__).parent.parent / "docs", Path(__file__).parent / "
 BEGIN, END = "<!-- measured -->\n", "<!-- end -->\n"
 LEAST_MB = 50  # of memory; less is chance
 QUIET = 0.05  # of the CPUs' time
+OTHER_NUMBERS = ", other numbers"  # how ways end whose dtype changes what is generated
 
 Result = Mapping[str, Any]
 Parts = dict[str, dict[str, Any]]
@@ -34,6 +36,7 @@ TABLE_1 = {
     "gpt2": ("GPT-2", "0L-12L-768", "3.0 → 16.7", "5.5×"),
     "unilm": ("UniLM", "12L-0L-768", "1.7 → 16.4", "9.6×"),
 }
+COLOURS = ("#3f51b5", "#ef8a17", "#2a9d6f")  # of machines
 LOOPS = {"stock": "the loop", "loop with fastgen": "the loop with fastgen", "fastgen": "the command"}
 MULTI_QUERY = {  # microseconds: greedy encoder and decoder, beam-4 encoder and decoder
     "multi-head": (1.7, 46, 2.0, 203),
@@ -165,10 +168,29 @@ def peers_section(measured: Mapping[str, Any], words: Mapping[str, str]) -> str:
     )
     ways = dict.fromkeys(way for result in results for way in result["seconds"])
     columns = sorted(ways, key=lambda way: (way != "stock", is_peer(way)))
-    rows = [[words[result["case"]], *(peer_cell(result, way) for way in columns)] for result in results]
-    missing = [[peer, ", ".join(cases), reason] for (peer, reason), cases in reasons.items()]
-    tables = [table(("workload", *columns), rows), table(("peer without a figure", "workloads", "reason"), missing)]
-    return "\n".join([f"## Peers, {cpu_name(measured)}\n", text, *tables])
+    same = [way for way in columns if not way.endswith(OTHER_NUMBERS)]
+    others = [way for way in columns if way.endswith(OTHER_NUMBERS)]
+    missing: dict[tuple[str, str], list[str]] = {}
+    for (peer, reason), cases in reasons.items():
+        missing.setdefault((", ".join(cases), reason), []).append(peer.removesuffix(OTHER_NUMBERS))
+    rows = [[", ".join(peers), cases, reason] for (cases, reason), peers in missing.items()]
+    return "\n".join(
+        [
+            f"## Peers, {cpu_name(measured)}\n",
+            text,
+            "In float32:\n",
+            peer_table(results, words, same),
+            "In dtypes that change what is generated:\n",
+            peer_table(results, words, others),
+            table(("peer without a figure", "workloads", "reason"), rows),
+        ]
+    )
+
+
+def peer_table(results: Iterable[Result], words: Mapping[str, str], ways: Sequence[str]) -> str:
+    names = [way.removesuffix(OTHER_NUMBERS).removesuffix(" float32") for way in ways]
+    rows = [[words[result["case"]], *(peer_cell(result, way) for way in ways)] for result in results]
+    return table(("workload", *names), [row for row in rows if set(row[1:]) != {"–"}])
 
 
 def peer_cell(result: Result, way: str) -> str:
@@ -298,9 +320,10 @@ SECTIONS: tuple[Callable[[Parts], str], ...] = (
 )
 
 
-def paper_tables() -> str:
+def paper_tables(machines: slice = slice(1)) -> str:
+    """Returns the tables of the first machine, or of others."""
     texts = []
-    for folder in sorted(RESULTS.glob("papers-*")):
+    for folder in sorted(RESULTS.glob("papers-*"))[machines]:
         parts = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
         if parts:
             first = next(iter(parts.values()))
@@ -309,7 +332,11 @@ def paper_tables() -> str:
     return "\n".join(texts)
 
 
-PAGES: dict[str, Callable[[], str]] = {"benchmarks.md": benchmark_tables, "papers.md": paper_tables}
+PAGES: dict[str, Callable[[], str]] = {
+    "benchmarks.md": benchmark_tables,
+    "papers.md": paper_tables,
+    "dev/papers-other-machines.md": partial(paper_tables, slice(1, None)),
+}
 
 
 def page(name: str) -> str:
@@ -320,32 +347,38 @@ def page(name: str) -> str:
 
 
 def draw(path: Path) -> None:
-    """Draws how many times as fast, a bar for each workload and CPU."""
+    """Draws how many times as fast, a bar for each workload and CPU; the figure is narrow, for it is read on phones."""
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": "fastgen", "svg.fonttype": "none"}  # the same file from the same figures
+    matplotlib.rcParams |= {"svg.hashsalt": "fastgen", "svg.fonttype": "none", "font.size": 11}
+    matplotlib.rcParams["font.sans-serif"] = ["DejaVu Sans", "Arial"]
     from matplotlib import pyplot
 
     machines, words = read("generate"), workloads("generate")
     names = [
         name for name in words if any(name == result["case"] for machine in machines for result in machine["results"])
     ]
-    figure, panel = pyplot.subplots(figsize=(9, 0.45 * len(names) + 1))
-    height = 0.8 / len(machines)
-    for place, machine in enumerate(machines):
+    thickness, heading, gap = 0.17, 0.24, 0.09  # inches: of a bar, of the text above the bars of a workload, below them
+    step = heading + len(machines) * thickness + gap
+    figure, panel = pyplot.subplots(figsize=(5.2, step * len(names) + 1.2), layout="constrained")
+    panel.axvline(1, color="0.75", linewidth=0.8, zorder=0)
+    for number, machine in enumerate(machines):
         ratios = {result["case"]: stock_ratio(result) for result in machine["results"]}
         lines = [line for line, name in enumerate(names) if name in ratios]
-        places = [line + (place - (len(machines) - 1) / 2) * height for line in lines]
-        bars = panel.barh(places, [ratios[names[line]] for line in lines], height, label=cpu_name(machine))
-        panel.bar_label(bars, fmt="%.1f×", padding=3)
-    panel.set_yticks(range(len(names)), [words[name] for name in names])
-    panel.invert_yaxis()
-    panel.axvline(1, color="black", linewidth=0.8)
-    panel.set_xlabel("times as fast as transformers alone, the same tokens")
+        places = [line * step + heading + (number + 0.5) * thickness for line in lines]
+        values = [ratios[names[line]] for line in lines]
+        style = {"color": COLOURS[number % len(COLOURS)], "label": cpu_name(machine)}
+        bars = panel.barh(places, values, 0.9 * thickness, **style)
+        panel.bar_label(bars, fmt="%.1f×", padding=3, fontsize=10)
+    for line, name in enumerate(names):
+        panel.text(0, line * step + heading - 0.04, words[name], verticalalignment="bottom")
+    panel.set_ylim(step * len(names), 0)
+    panel.set_yticks([])
+    panel.margins(x=0.12)
     panel.spines[["top", "right"]].set_visible(False)
-    panel.legend(loc="lower right")
-    figure.tight_layout()
+    panel.set_xlabel("times as fast as transformers alone, the same tokens")
+    figure.legend(loc="outside upper left", frameon=False)
     figure.savefig(path, metadata={"Date": None})
 
 

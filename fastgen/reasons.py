@@ -1,8 +1,8 @@
 """The codes of reasons and their meanings for users: the tables of docs/reasons.md.
 
 A reason says why fastgen did not do a part of a call. A new code is described here, and nowhere else:
-`python tools/reasons_page.py` writes the page. The conditions, and the texts with details of a call, are in the tables
-of each host's `CallChecks` (checks.py).
+`python tools/generated_pages.py` writes the page. The conditions, and the texts with details of a call, are in the
+tables of each host's `CallChecks` (checks.py).
 
 Tests: tests/optimizer/test_report.py, tests/test_docs.py
 """

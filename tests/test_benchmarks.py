@@ -178,7 +178,7 @@ def test_all_stages_of_seamless_are_timed(run, monkeypatch, version):
     assert "as large, but 2 layers at most" in importlib.import_module("report").seamless_table(result)
 
 
-@pytest.mark.parametrize("page", ["benchmarks.md", "papers.md"])
+@pytest.mark.parametrize("page", ["benchmarks.md", "papers.md", "dev/papers-other-machines.md"])
 def test_pages_hold_what_was_measured(bench, page):
     report = importlib.import_module("report")
     assert (report.DOCS / page).read_text(encoding="utf-8") == report.page(page)

@@ -9,11 +9,11 @@ import sys
 import pytest
 from python_process import REPOSITORY, run_code
 
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 
 def anchors(text: str) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """Returns the anchors of the headings, as GitHub forms them."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
@@ -90,9 +90,28 @@ def test_the_table_of_versions_holds_what_the_matrix_ran(monkeypatch):
     sys.modules.pop("run")
 
 
-def test_the_page_of_reasons_holds_the_codes_that_are_declared(monkeypatch):
+@pytest.fixture
+def generated_pages(monkeypatch):
+    pytest.importorskip("transformers")
+    pytest.importorskip("fairseq")
     monkeypatch.syspath_prepend(REPOSITORY / "tools")
-    import reasons_page
+    import generated_pages
 
-    assert reasons_page.PAGE.read_text(encoding="utf-8") == reasons_page.page(), "python tools/reasons_page.py"
-    sys.modules.pop("reasons_page")
+    yield generated_pages
+    sys.modules.pop("generated_pages")
+
+
+@pytest.mark.parametrize("name", ["reasons.md", "flags.md", "how-it-works.md"])
+def test_generated_pages_are_up_to_date(generated_pages, name):
+    text = (REPOSITORY / "docs" / name).read_text(encoding="utf-8")
+    assert text == generated_pages.page(name), "make pages"
+
+
+def test_table_of_checks_names_codes_of_other_modules(generated_pages):
+    """Codes of a table itself, of a function that it calls, of a constant, and of a row that several tables have."""
+    rows = {line.split("`)")[0].rpartition("`")[2]: line for line in generated_pages.left_alone().splitlines()}
+    assert [cell.strip() for cell in rows["STREAMER"].split("|")[2:-1]] == ["", "", "T", "", ""]
+    assert [cell.strip() for cell in rows["ARGUMENT_ROWS"].split("|")[2:-1]] == ["T", "", "", "", "T"]
+    assert [cell.strip() for cell in rows["TORCH_MODE"].split("|")[2:-1]] == ["T", "", "T", "T F", "T"]
+    assert [cell.strip() for cell in rows["ATTENTION"].split("|")[2:-1]] == ["", "T", "F", "T", ""]
+    assert "FEW_STEPS" not in rows

@@ -170,7 +170,7 @@ def _choice(help: str, metavar: str, *values: str) -> Any:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """The settings of a run: the command's flags by name, which docs/commands.md describes.
+    """The settings of a run: the command's flags by name, which docs/flags.md lists.
 
     Raises InputError for values that are not accepted, and for contradictory settings; tasks check whether they support
     a setting. Settings implied by formats and file names are filled in. gen: settings of generate by name. named: turns
@@ -208,7 +208,7 @@ class BatchConfig:
 
     input_format: str | None = _choice("text, jsonl or openai (default: by INPUT)", "FORMAT", *FORMATS)
     output_format: str | None = _choice("text, jsonl or openai (default: by OUTPUT, else as INPUT)", "FORMAT", *FORMATS)
-    text_field: str = _setting('JSON field of the input (default: "text"); a.b is b of a', "text", metavar="NAME")
+    text_field: str = _setting("JSON field of the input; a.b is b of a (default: text)", "text", metavar="NAME")
     id_field: str | None = _setting("JSON field that names a record in messages", metavar="NAME")
     join_outputs: bool = _switch("several outputs on one line of text, joined with ####")
     output_sequence_scores: bool = _switch("in text, write SCORE<tab>TEXT (NA without beams)")

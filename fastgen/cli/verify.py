@@ -53,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     model = "a folder or a name of the hub, or demo: the model in the package"
     parser.add_argument("model", metavar="MODEL", help=model)
     parser.add_argument("input", metavar="INPUT", help="a text file, one input in each line")
-    parser.add_argument("--lines", type=int, default=8, metavar="N", help="the first N lines, as one batch (8)")
+    parser.add_argument(
+        "--lines", type=int, default=8, metavar="N", help="the first N lines, as one batch (default: 8)"
+    )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     return parser
 

@@ -38,8 +38,8 @@ READS_CHECKPOINTS = checkpoint_utils.load_checkpoint_to_cpu.__name__  # fairseq'
 NO_MODEL = "Model file not found: "
 
 
-def generate() -> None:
-    """Parses and checks sys.argv, and generates."""
+def generation_parser() -> argparse.ArgumentParser:
+    """Returns the parser of fairseq-generate with the flags of fastgen's command."""
     parser = options.get_generation_parser()
     # fairseq-generate has this flag in addition to its parser's, for tasks that need the arguments of a model.
     parser.add_argument("--arch", "-a", metavar="ARCH", default="wav2vec2", help="model architecture, for some tasks")
@@ -49,13 +49,18 @@ def generate() -> None:
         type=int,
         default=min(MOST_WORKERS, usable_cpus()),
         metavar="N",
-        help="processes that turn the model's output into text while the model runs (default: enough; 0: in between)",
+        help="processes that turn outputs into text while the model runs; 0: none (default: one per CPU, at most 8)",
     )
     for name in IN_ANY_CASE:
         what = "accepted for FastSeq's command lines: what it asks for is done in any case"
         group.add_argument(f"--{name.replace('_', '-')}", f"--{name}", action="store_true", help=what)
     group.add_argument("--workers", help=argparse.SUPPRESS)
-    args = parse(parser)
+    return parser
+
+
+def generate() -> None:
+    """Parses and checks sys.argv, and generates."""
+    args = parse(generation_parser())
     if models := vars(args).pop("workers"):
         raise InputError(f"--workers {models} is no flag of this command (accepted: --num-shards N --shard-id I)")
     for name in IN_ANY_CASE:

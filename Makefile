@@ -104,10 +104,11 @@ bench: $(VENV)/test.installed
 	$(PIP) "fastgen-generate[bench]"
 	$(BIN)/python benchmarks/bench.py papers
 
-# The same on a GPU; says so where there is none.
+# The same on a GPU; says so where there is none. With S=600 no part begins after so many seconds. Graphs and kernels for
+# GPUs are on by default.
 bench-gpu: $(VENV)/test.installed
 	$(PIP) "fastgen-generate[bench]"
-	$(BIN)/python benchmarks/bench.py papers --device cuda
+	$(BIN)/python benchmarks/bench.py papers --device cuda $(if $(S),--seconds $(S))
 
 # The sources, and one wheel for all Pythons: kernels include neither Python's headers nor torch's. auditwheel checks that
 # they need no newer glibc than manylinux_2_28 has, which it names the wheel by.

@@ -2,7 +2,7 @@
 
     python benchmarks/bench.py list [KIND]
     python benchmarks/bench.py run CASE… [--against PEER…] [--set FIELD=VALUE] [--floors FILE] [--json FILE]
-    python benchmarks/bench.py papers [--only PART…] [--device cuda]
+    python benchmarks/bench.py papers [--only PART…] [--device cuda] [--seconds S]
     python benchmarks/bench.py report
     python benchmarks/bench.py install ENVIRONMENT
 
@@ -192,6 +192,7 @@ def make_parser() -> argparse.ArgumentParser:
     parts.add_argument("--only", nargs="+", metavar="PART", choices=papers.PARTS, help=f"of {', '.join(papers.PARTS)}")
     parts.add_argument("--again", action="store_true", help="also measure parts that this commit has measured")
     parts.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parts.add_argument("--seconds", type=float, default=float("inf"), help="begin no further part after so many")
     for some in (cases, parts):
         some.add_argument("--floors", metavar="FILE", help="JSON of the ratios to reach: benchmarks/floors.json")
     cases.add_argument("--json", metavar="FILE", help="also write the results here, with every turn")

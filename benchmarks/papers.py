@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 from typing import NamedTuple
@@ -70,6 +71,7 @@ def run(args: Namespace) -> int:
     folder, commit_name, failed = RESULTS / f"papers-{machine(args.device)}", commit(), []
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{describe_cpu()}, commit {commit_name}, results in {folder}", flush=True)
+    end = time.monotonic() + args.seconds
     for name, part in PARTS.items():
         path = folder / f"{name}.json"
         if (args.only and name not in args.only) or (args.device == "cuda" and part.on_gpu is None):
@@ -77,6 +79,9 @@ def run(args: Namespace) -> int:
         is_done = path.exists() and json.loads(path.read_text(encoding="utf-8"))["commit"] == commit_name
         if is_done and not args.again:
             print(f"{name}: done before", flush=True)
+            continue
+        if time.monotonic() > end:
+            print(f"{name}: not measured, {args.seconds:g} seconds are over", flush=True)
             continue
         print(f"{name}:", flush=True)
         failed += [name] * bool(measure_part(part, path, args))

@@ -229,6 +229,8 @@ def test_a_run_of_the_papers_skips_parts_that_this_commit_has_measured(papers, c
     main("--only", "good")
     main("--only", "good", "--again")
     assert "done before" not in capfd.readouterr().out
+    assert main("--again", "--seconds", "0") == 0
+    assert capfd.readouterr().out.count("not measured, 0 seconds are over") == 2
 
 
 def test_parts_of_the_papers_get_floors_and_the_device(papers, monkeypatch, capfd):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from importlib.machinery import ModuleSpec
+from unittest import mock
 
 import ngram_definition as definition
 import pytest
@@ -210,7 +212,7 @@ class TestChoice:
 
     @pytest.fixture(autouse=True)
     def _forget(self):
-        caches = (kernels._proven_reasons, kernels._kernel_for, load, kernels._cpu)
+        caches = (kernels.proven_reasons, kernels._kernel_for, load, kernels._cpu)
         for cache in caches:
             cache.cache_clear()
         yield
@@ -245,8 +247,8 @@ class TestChoice:
     @pytest.mark.parametrize(
         ("ban", "reason"),
         [
-            (lambda tokens, scores, *others: scores.fill_(-torch.inf), "differs from torch on cpu"),
-            (lambda *arguments: None, "differs from torch on cpu"),
+            (lambda tokens, scores, *others: scores.fill_(-torch.inf), "differs from torch on a CPU for cpu"),
+            (lambda *arguments: None, "differs from torch on a CPU for cpu"),
             (lambda *arguments: 1 / 0, "ZeroDivisionError: division by zero"),
         ],
         ids=["bans all", "does nothing", "raises"],
@@ -256,10 +258,24 @@ class TestChoice:
         assert kernel_for("cpu").name == "torch"
         assert banned(no_repeat_ngram(torch.tensor([[1, 2, 1]]), torch.zeros(1, 4), 2)) == [[2]]
 
+    def test_devices_without_a_kernel_need_a_proof(self, monkeypatch):
+        """The CPU stands for one; this machine has neither of those that are meant."""
+        module = import_module("fastgen.ops.no_repeat_ngram")
+        monkeypatch.setattr(module, "DEVICE_TYPES", ())
+        monkeypatch.setattr(module, "BY_TORCH", ("cpu",))
+        arguments = torch.tensor([[1, 2, 1]]), torch.zeros(1, 4)
+        assert module.unsupported_reasons(*arguments) == []
+        wrong = mock.Mock(ban=lambda tokens, scores, *others: scores.fill_(-torch.inf))
+        monkeypatch.setattr(module, "reference", wrong)
+        assert module.unsupported_reasons(*arguments) == ["differs from torch on a CPU for cpu"]
+        for device in ("mps", "xpu"):
+            [reason] = kernels.proven_reasons(reference.ban, device)
+            assert "Error: " in reason and "\n" not in reason
+
     def test_kernels_for_a_gpu_wait_for_the_switch(self, first, monkeypatch):
         kernel, tried = first(device="cuda", machine_reasons=gpu_reasons), []
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(kernels, "_proven_reasons", lambda *arguments: tried.append(arguments) or [])
+        monkeypatch.setattr(kernels, "proven_reasons", lambda *arguments: tried.append(arguments) or [])
         monkeypatch.setattr(CONFIG, "cuda_kernels", False)
         assert kernel_for("cuda").name == "torch" and not tried
         assert kernel.unsupported_reasons() == ["FASTGEN_CUDA_KERNELS=0"]

@@ -136,6 +136,15 @@ def test_rows_of_32768_tokens(ban, ngram_size):
     definition.check(ban, Case(tokens, torch.zeros(2, 9), ngram_size))
 
 
+@needs_compiler
+@pytest.mark.parametrize("ngram_size", range(1, 11))
+@pytest.mark.parametrize(("rows", "width", "vocabulary"), [(4096, 40, 30), (2, 1 << 15, 250_000)])
+def test_extreme_shapes_in_cuda_on_the_host(shim, rows, width, vocabulary, ngram_size):
+    tokens = torch.randint(0, 3, (rows, width), generator=torch.Generator().manual_seed(ngram_size))
+    tokens[:, ::7] += vocabulary - 3
+    definition.check(cuda_on_host(shim), Case(tokens, torch.zeros(rows, vocabulary), ngram_size))
+
+
 @pytest.mark.parametrize("ngram_size", [299, 300, 301])
 def test_one_window_as_long_as_a_row(ban, ngram_size):
     definition.check(ban, Case(torch.zeros(1, 300, dtype=torch.int64), torch.zeros(1, 2), ngram_size))

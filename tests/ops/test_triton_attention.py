@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -107,7 +109,7 @@ def compile_all() -> None:
 
     kernel = triton_attention._add_up
     shapes = (("fp16", 64, 16), ("bf16", 128, 64), ("fp16", 256, 32), ("fp32", 128, 16))
-    for architecture, (dtype, width, tile) in itertools.product((80, 90), shapes):
+    for architecture, (dtype, width, tile) in itertools.product((80, 90, 100), shapes):
         torch_type = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
         constants = {"WIDTH": width, "VALUE_WIDTH": width, "GROUPS": 4, "MASK": 2, "ONE_MASK": False, "TILE": tile}
         constants |= {"HAS_FIRST": True, "HAS_LAST": True, "WIDTH_2": width, "VALUE_WIDTH_2": width}
@@ -129,8 +131,22 @@ def compile_all() -> None:
             {(index,): [["tt.divisibility", 16]] for index in aligned},
         )
         binary = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-        assert "cubin" in binary.asm
+        assert binary.asm["cubin"]
         assert binary.metadata.shared <= 160 << 10, (dtype, width, binary.metadata.shared)
+        used = resources(binary.asm["ptx"], architecture)
+        spilled = [int(number) for number in re.findall(r"(\d+) bytes spill", used)]
+        most = 32 if architecture == 80 else 0  # 16 and 32 bytes of 255 registers, for one of these shapes
+        assert max(spilled) <= most, (architecture, dtype, width, used)
+
+
+def resources(ptx: str, architecture: int) -> str:
+    """Returns what Triton's assembler says of a kernel: registers, bytes that do not fit into them, shared memory."""
+    from triton import knobs
+
+    tool = knobs.nvidia.ptxas_blackwell if architecture >= 100 else knobs.nvidia.ptxas
+    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
+    command = [tool.path, "-v", f"-arch={target}", "-o", os.devnull, "/dev/stdin"]
+    return subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
 
 
 def test_kernels_compile_for_gpus_without_one(tmp_path):

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.ops.no_repeat_ngram.kernels import kernel_for
+from fastgen.ops.no_repeat_ngram import reference
+from fastgen.ops.no_repeat_ngram.kernels import kernel_for, proven_reasons
 from fastgen.ops.tracing import is_transformed
 
 TOKEN_DTYPES = (torch.int32, torch.int64)
 SCORE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICE_TYPES = ("cpu", "cuda")
+BY_TORCH = ("mps", "xpu")  # which have no kernel: torch's form, if it gives there what it gives on a CPU
 
 _LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
 _ARGUMENTS = "Tensor tokens, {} scores, int ngram_size, Tensor? lengths=None, Tensor? encoder_tokens=None"
@@ -96,8 +98,10 @@ def unsupported_reasons(tokens: Tensor, scores: Tensor) -> list[str]:
         return [f"tokens and scores are {type(tokens).__name__} and {type(scores).__name__} (supported: Tensor)"]
     if torch.compiler.is_compiling() or is_transformed():
         return ["the call is compiled, traced or transformed"]
-    if scores.device.type not in DEVICE_TYPES:
-        return [f"scores is on {scores.device} (supported: {', '.join(DEVICE_TYPES)})"]
+    if scores.device.type in BY_TORCH and (reasons := proven_reasons(reference.ban, scores.device.type)):
+        return reasons
+    if scores.device.type not in DEVICE_TYPES + BY_TORCH:
+        return [f"scores is on {scores.device} (supported: {', '.join(DEVICE_TYPES + BY_TORCH)})"]
     try:
         check(tokens, scores, 1)
     except (TypeError, ValueError) as error:

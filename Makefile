@@ -71,9 +71,10 @@ fuzz: $(VENV)/test.installed
 test-gpu: $(VENV)/test.installed
 	FASTGEN_STRICT=1 $(BIN)/python -m pytest -rs -m gpu tests/gpu
 
-# What only a GPU can show, in about ten minutes; says so where there is none. gpu-check.json has what was measured.
+# What only a GPU can show, in about ten minutes; says so where there is none. gpu-check.json has what was measured, and
+# docs/gpu-checks.md gets its tables.
 gpu-check: $(VENV)/test.installed
-	$(BIN)/python tools/gpu_check.py
+	$(BIN)/python tools/gpu_check.py --page docs/gpu-checks.md
 
 # The kernels under compute-sanitizer, which comes with CUDA: accesses outside of buffers, races in shared memory.
 sanitize: $(VENV)/test.installed

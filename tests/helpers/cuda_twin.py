@@ -18,6 +18,7 @@ import itertools
 import os
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -111,11 +112,19 @@ class Stream:
 class Event:
     """An event that has happened: a host that asks for that of the step before does not hold the device up."""
 
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.seconds = 0.0
+
     def record(self, stream: Stream | None = None) -> None:
-        """Records nothing."""
+        """Records the time of the host."""
+        self.seconds = time.perf_counter()
 
     def synchronize(self) -> None:
         """Returns immediately."""
+
+    def elapsed_time(self, end: Event) -> float:
+        """Returns the milliseconds until `end`."""
+        return (end.seconds - self.seconds) * 1e3
 
 
 class CUDAGraph:
@@ -172,6 +181,7 @@ def _of_torch_cuda() -> dict[str, Any]:
         "current_device": lambda: DEVICE,  # by its number torch does not find it
         "device_count": lambda: 1,
         "get_device_capability": lambda device=None: (9, 0),
+        "get_device_name": lambda device=None: "twin of a GPU",
         "mem_get_info": lambda device=None: (1 << 36, 1 << 36),
         "default_generators": (generator,),
         "get_rng_state": lambda device=None: generator.get_state(),

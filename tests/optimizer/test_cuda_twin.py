@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,3 +74,27 @@ def test_eager_steps_launch_hardly_more_than_the_library(steps, loop):
     stock = steps[loop]["stock"]["launches"]
     assert stock > 100 and steps[loop]["off"]["launches"] <= 1.1 * stock
     assert steps[loop]["on"]["launches"] < 0.7 * stock
+
+
+DRY_RUN = """
+import sys, cuda_twin
+cuda_twin.install(sys.argv[1])
+import gpu_check
+sys.exit(gpu_check.main(["--dry", "--page", "page.md"]))
+"""
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_gpu_check_writes_each_part(library, tmp_path):
+    page_file = tmp_path / "page.md"
+    page_file.write_text("before\n<!-- gpu-check: begin -->\nold\n<!-- gpu-check: end -->\nafter\n")
+    path = os.pathsep.join([str(HELPERS), str(REPOSITORY / "tools")])
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_TWIN": str(library)}
+    done = run_python("-c", DRY_RUN, str(library), path=path, cwd=tmp_path, **environment)
+    assert not done.returncode, done.stdout + done.stderr
+    results, page = json.loads((tmp_path / "gpu-check.json").read_text()), page_file.read_text()
+    assert list(results) == ["environment", "attention", "generate", "tests", "sanitize"]
+    assert all(way["equal_tokens"] == 1 for ways in results["generate"].values() for way in ways.values())
+    assert results["tests"]["status"] == 0 and "1 passed" in page
+    assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page and "dry run" in page
+    assert page.count("beam 4") == sum("beam 4" in name for part in ("attention", "generate") for name in results[part])

@@ -62,10 +62,9 @@ def test_the_tests_of_a_gpu_pass_on_its_twin(library):
 @pytest.mark.xdist_group("cuda_twin")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_the_host_waits_for_no_captured_step(steps, loop):
-    """fairseq's loop reads in each step how many sentences have ended."""
     assert steps[loop]["stock"]["waits"] >= 1
     assert steps[loop]["on"]["replayed"] > 40
-    assert steps[loop]["on"]["waits"] <= (1 if loop.startswith("fairseq") else 0)
+    assert steps[loop]["on"]["waits"] <= 0
 
 
 @pytest.mark.xdist_group("cuda_twin")

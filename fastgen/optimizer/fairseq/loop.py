@@ -1,9 +1,10 @@
 """The decoding loop for fairseq's `SequenceGenerator`: the same as upstream's, with one read of the device per step.
 
-All bookkeeping of beams stays on the device; the host reads which candidates end their sentence. Everything that users
-may replace (the search strategy, the n-gram blocker, `is_finished`, the models) is called as upstream calls it, with
-tensors of the same shapes and in the same order, so that random numbers are drawn in the same order. fairseq's own
-`finalize_hypos` builds hypotheses.
+All bookkeeping of beams stays on the device; the host reads which candidates end their sentence. On a GPU it reads them
+while the next step runs, if the search draws nothing: sentences leave the batch one step late, with the same outputs.
+Everything that users may replace (the search strategy, the n-gram blocker, `is_finished`, the models) is called as
+upstream calls it, with tensors of the same shapes and in the same order, so that random numbers are drawn in the same
+order. fairseq's own `finalize_hypos` builds hypotheses.
 
 fairseq feeds and scores the tokens that outputs must begin with one by one, in all rows. The columns in which every
 input has such a token are equal in all beams, and known beforehand (FastSeq §4.1.1): this `Prompt` is computed once per
@@ -15,8 +16,9 @@ tests/optimizer/fairseq/test_fairseq_generate.py
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -99,6 +101,51 @@ def _log_probs(generator: SequenceGenerator, outputs: list[tuple[Tensor, Any]], 
     return parts[0] if len(parts) == 1 else torch.logsumexp(torch.stack(parts), dim=0) - math.log(len(parts))
 
 
+@dataclass
+class Candidates:
+    """C candidates for the next token of each of B sentences, the best first, and what hypotheses are made of.
+
+    scores, tokens, rows, ended: `[B, C]`; ended: whether a candidate ends its sentence. written, sums: tokens, scores
+    of the rows before it. flags: `ended` of the first M candidates, on the host after the event `copied` if it is set.
+    remaining: the sentences that flags are read of, None for all.
+    """
+
+    step: int
+    scores: Tensor
+    tokens: Tensor
+    rows: Tensor
+    ended: Tensor
+    written: Tensor
+    sums: Tensor
+    attention: StepHistory | None
+    source_lengths: Tensor
+    flags: Tensor
+    copied: Any = None
+    remaining: list[int] | None = None
+
+    def without(self, finished: list[int], num_beams: int) -> Candidates:
+        """Returns the candidates of the other sentences, whose rows are counted without those of finished ones."""
+        remaining = [index for index in range(len(self.ended)) if index not in finished]
+        index = _on_device(remaining, self.ended.device)
+        shift = (index - torch.arange(len(remaining), device=index.device)) * num_beams
+        rows = (index[:, None] * num_beams + torch.arange(num_beams, device=index.device)).view(-1)
+        attention = copy.copy(self.attention)
+        if attention is not None:
+            attention.reorder(rows)
+        return replace(
+            self,
+            scores=self.scores.index_select(0, index),
+            tokens=self.tokens.index_select(0, index),
+            rows=self.rows.index_select(0, index) - shift[:, None],
+            ended=self.ended.index_select(0, index),
+            written=self.written.index_select(0, rows),
+            sums=self.sums.index_select(0, rows),
+            attention=attention,
+            source_lengths=self.source_lengths.index_select(0, index),
+            remaining=remaining,
+        )
+
+
 class Loop:
     """One call of `SequenceGenerator._generate`: B unfinished sentences with M rows (beams) each.
 
@@ -131,30 +178,41 @@ class Loop:
         self.scores = torch.zeros((step.rows, max_len + 1), device=device)
         self.ignored = torch.zeros((inputs, self.num_beams), dtype=torch.bool, device=device)
         self.attention: StepHistory | None = None
+        self.other_tokens = self.other_scores = None  # buffers of the step before, if the end is read late
         self.hypotheses: list[list[Hypothesis]] = [[] for _ in range(inputs)]
         self.finished = [False] * inputs
+        is_own = self.is_beam_search and comes_with(generator.is_finished, SequenceGenerator)
+        self.reads_late = device.type == "cuda" and is_own
         suppressed = generator.token_indices_to_suppress
         self.suppressed = None if suppressed is None else suppressed.to(device)
 
     def run(self) -> list[list[Hypothesis]]:
         with self.step:
+            late: Candidates | None = None
             for step in range(self.skip_prompt(), self.max_len + 1):  # one more for the end of the sentence
-                scores, tokens, rows = self.propose(step)
-                ended = tokens.eq(self.generator.eos) & scores.ne(-torch.inf)  # [B, C]
-                ended[:, : self.num_beams] &= ~self.ignored
-                finished = self.collect(step, scores, rows, ended)
+                proposed = self.propose(step)
+                finished = [] if late is None else self.collect(late)
+                candidates = proposed.without(finished, self.num_beams) if finished else proposed
+                late = candidates if self.reads_late and step < self.max_len else None
+                if late is None and not all(self.finished):
+                    finished = self.collect(candidates)
                 if all(self.finished) or (self.generator.search.stop_on_max_len and step >= self.max_len):
                     break
                 if step >= self.max_len:
                     raise AssertionError(f"sentences without an end at step {step}, the last (max_len {self.max_len})")
-                self.advance(step, scores, tokens, rows, ended, finished)
+                self.advance(proposed, finished)
         return _sorted_sync(self.hypotheses)
+
+    @property
+    def is_beam_search(self) -> bool:
+        """Whether the search is the library's own, which draws nothing and keeps no state."""
+        search = self.generator.search
+        return type(search) is BeamSearch and comes_with(search.step, BeamSearch)
 
     def skip_prompt(self) -> int:
         """Writes the prompt if the search is stateless and draws nothing; returns the first remaining step."""
-        prompt, generator, search = self.prompt, self.generator, self.generator.search
-        is_librarys = type(search) is BeamSearch and comes_with(search.step, BeamSearch)
-        if prompt is None or not is_librarys or generator.repeat_ngram_blocker is not None:
+        prompt = self.prompt
+        if prompt is None or not self.is_beam_search or self.generator.repeat_ngram_blocker is not None:
             return 0
         self.tokens[:, 1 : prompt.length + 1] = prompt.tokens.repeat_interleave(self.num_beams, dim=0)
         self.scores[:, : prompt.length] = -torch.inf
@@ -162,8 +220,8 @@ class Loop:
         self.scores[:: self.num_beams, : prompt.length] = torch.stack(sums, dim=1)  # one beam remains
         return prompt.length
 
-    def propose(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the candidates for the next token, the best first: scores, tokens and rows, `[B, C]` each."""
+    def propose(self, step: int) -> Candidates:
+        """Returns the candidates for the next token."""
         generator, search, (sentences, beams) = self.generator, self.generator.search, self.ignored.shape
         log_probs = self.log_probs(step, self.tokens[:, : step + 1])
         self.scores = self.scores.type_as(log_probs)
@@ -177,7 +235,18 @@ class Loop:
         by_beam, sums = log_probs.view(sentences, -1, generator.vocab_size), self.scores.view(sentences, beams, -1)
         scores, tokens, parents = search.step(step, by_beam, sums[:, :, :step], self.tokens[:, : step + 1], self.ids)
         first_rows = torch.arange(0, len(self.tokens), self.num_beams, device=parents.device)
-        return scores, tokens, parents + first_rows[:, None]
+        ended = tokens.eq(generator.eos) & scores.ne(-torch.inf)
+        ended[:, :beams] &= ~self.ignored
+        candidates = Candidates(
+            *(step, scores, tokens, parents + first_rows[:, None], ended, self.tokens, self.scores),
+            *(copy.copy(self.attention), self.source_lengths, ended[:, :beams]),
+        )
+        if self.reads_late:
+            candidates.flags = torch.empty(ended[:, :beams].shape, dtype=torch.bool, pin_memory=True)
+            candidates.flags.copy_(ended[:, :beams], non_blocking=True)
+            candidates.copied = torch.cuda.Event()
+            candidates.copied.record(torch.cuda.current_stream(ended.device))
+        return candidates
 
     def log_probs(self, step: int, written: Tensor) -> Tensor:
         """Returns log-probabilities `[rows, vocabulary]` of the next token, after all rules about single tokens."""
@@ -213,32 +282,32 @@ class Loop:
             log_probs.index_fill_(1, self.suppressed, -torch.inf)
         return log_probs
 
-    def collect(self, step: int, scores: Tensor, rows: Tensor, ended: Tensor) -> list[int]:
+    def collect(self, candidates: Candidates) -> list[int]:
         """Adds hypotheses that end, and returns the batch index of each sentence that they finish."""
-        flags, candidates = _flags_sync(ended[:, : self.num_beams]), scores.shape[1]
-        chosen = [row * candidates + column for row, one in enumerate(flags) for column, ends in enumerate(one) if ends]
+        flags, count = _flags_sync(candidates), candidates.scores.shape[1]
+        places = [(index, place) for index, ends in enumerate(flags) for place in range(len(ends)) if ends[place]]
+        chosen = [index * count + place for index, place in places]
         if not chosen:
             return []
-        index = _on_device(chosen, scores.device)
+        index = _on_device(chosen, candidates.scores.device)
         return self.generator.finalize_hypos(
-            step,
-            rows.flatten().index_select(0, index),
-            scores.flatten().index_select(0, index),
-            self.tokens,
-            self.scores,
+            candidates.step,
+            candidates.rows.flatten().index_select(0, index),
+            candidates.scores.flatten().index_select(0, index),
+            candidates.written,
+            candidates.sums,
             self.hypotheses,
             self.finished,
             self.num_beams,
-            self.attention,
-            self.source_lengths,
+            candidates.attention,
+            candidates.source_lengths,
             self.max_len,
         )
 
-    def advance(
-        self, step: int, scores: Tensor, tokens: Tensor, rows: Tensor, ended: Tensor, finished: list[int]
-    ) -> None:
+    def advance(self, proposed: Candidates, finished: list[int]) -> None:
         """Drops finished sentences, and continues with the best candidates that do not end."""
-        search, batch_index = self.generator.search, None
+        search, batch_index, step = self.generator.search, None, proposed.step
+        scores, tokens, rows, ended = proposed.scores, proposed.tokens, proposed.rows, proposed.ended
         if finished:
             remaining = [row for row in range(len(self.ignored)) if row not in finished]
             batch_index = _on_device(remaining, scores.device)
@@ -255,9 +324,10 @@ class Loop:
         rank, active = torch.topk(stopped * (2 * candidates) + places, k=self.num_beams, dim=1, largest=False)
         self.ignored = rank.ge(2 * candidates)
         parents = rows.gather(1, active).view(-1)
-        for states, written in ((self.tokens, step + 1), (self.scores, step)):
-            states[: len(parents), :written] = states[:, :written].index_select(0, parents)
-        self.tokens, self.scores = self.tokens[: len(parents)], self.scores[: len(parents)]
+        if self.reads_late and self.other_tokens is None:
+            self.other_tokens, self.other_scores = self.tokens.clone(), self.scores.clone()
+        self.tokens, self.other_tokens = _moved(self.tokens, self.other_tokens, parents, step + 1)
+        self.scores, self.other_scores = _moved(self.scores, self.other_scores, parents, step)
         self.tokens[:, step + 1] = tokens.gather(1, active).view(-1)
         self.scores[:, step] = scores.gather(1, active).view(-1)
         search.update_constraints(active)
@@ -274,8 +344,22 @@ def _sorted_sync(hypotheses: list[list[Hypothesis]]) -> list[list[Hypothesis]]:
     return [[sentence[index] for index in order.tolist()] for sentence, order in zip(hypotheses, orders)]
 
 
-def _flags_sync(flags: Tensor) -> list[list[bool]]:
-    return flags.tolist()
+def _moved(states: Tensor, other: Tensor | None, rows: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
+    """Returns states of which these rows (int64) are the first, in `length` columns, and the buffer for the next step.
+
+    They are in `other`, so that `states` stay as they are; or in `states` if there is no other buffer.
+    """
+    moved = (states if other is None else other)[: len(rows)]
+    moved[:, :length] = states[:, :length].index_select(0, rows)
+    return moved, None if other is None else states
+
+
+def _flags_sync(candidates: Candidates) -> list[list[bool]]:
+    """Reads which candidates end; if they were copied to the host, waits for that only."""
+    if candidates.copied is not None:
+        candidates.copied.synchronize()
+    flags = candidates.flags.tolist()
+    return flags if candidates.remaining is None else [flags[index] for index in candidates.remaining]
 
 
 def _on_device(values: list[int], device: torch.device) -> Tensor:

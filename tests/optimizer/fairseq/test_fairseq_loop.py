@@ -48,17 +48,18 @@ def test_each_step_reads_the_device_once(name):
     """Which candidates have ended; nothing else, from the second step on, waits for what was computed."""
     case, reads = CASES[name](), []
 
-    def counted(function, self, step, *args):
+    def counted(function, self, proposed, *args):
+        """Choosing gets the number of the step, extending what was proposed in it."""
         with HostReads() as mode:
-            result = function(self, step, *args)
-        reads.extend(mode.found if step > 0 else ())
+            result = function(self, proposed, *args)
+        reads.extend(mode.found if getattr(proposed, "step", proposed) > 0 else ())
         return result
 
     beams = replaced("choose beams, fairseq", counted), replaced("extend beams, fairseq", counted)
     with watched("read flags, fairseq") as flags, beams[0], beams[1]:
         generate(case)
     assert reads == []
-    assert len(flags) > 5 and all(read.args[0].dim() == 2 for read in flags)
+    assert len(flags) > 5 and all(read.args[0].flags.dim() == 2 for read in flags)
     with fastgen.disabled(), HostReads() as mode:
         generate(case)
     assert len(mode.found) > 3 * len(flags), "a claim about the count: upstream waits several times in each step"

@@ -21,7 +21,7 @@ from fastgen.ops.tracing import is_transformed
 TOKEN_DTYPES = (torch.int32, torch.int64)
 SCORE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICE_TYPES = ("cpu", "cuda")
-BY_TORCH = ("mps", "xpu")  # which have no kernel: torch's form, if it gives there what it gives on a CPU
+BY_TORCH = ("mps", "xpu")  # without kernels: torch's form, if it agrees with a CPU's results
 
 _LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
 _ARGUMENTS = "Tensor tokens, {} scores, int ngram_size, Tensor? lengths=None, Tensor? encoder_tokens=None"

@@ -130,7 +130,7 @@ def proven_reasons(ban: Ban, device_type: str) -> list[str]:
         ban(tokens.to(device_type), scores, 3, None, None)
         is_right = torch.equal(scores.cpu(), expected)
     except Exception as error:
-        first_line = str(error).partition("\n")[0]  # torch lists its backends in further ones
+        first_line = str(error).partition("\n")[0]  # torch lists its backends in the others
         return [f"{type(error).__name__}: {first_line}"]
     return [] if is_right else [f"differs from torch on a CPU for {device_type}"]
 

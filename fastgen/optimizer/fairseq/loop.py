@@ -103,11 +103,11 @@ def _log_probs(generator: SequenceGenerator, outputs: list[tuple[Tensor, Any]], 
 
 @dataclass
 class Candidates:
-    """C candidates for the next token of each of B sentences, the best first, and what hypotheses are made of.
+    """C candidates for the next token of each of B sentences, the best first, and the state to make hypotheses from.
 
-    scores, tokens, rows, ended: `[B, C]`; ended: whether a candidate ends its sentence. written, sums: tokens, scores
-    of the rows before it. flags: `ended` of the first M candidates, on the host after the event `copied` if it is set.
-    remaining: the sentences that flags are read of, None for all.
+    scores, tokens, rows, ended: `[B, C]`; ended: whether a candidate ends its sentence. written, sums: tokens and
+    scores of the rows before the candidates. flags: `ended` of the first M candidates, on the host after the event
+    `copied` if it is set. remaining: the indices of sentences whose flags are read, None for all.
     """
 
     step: int
@@ -124,7 +124,7 @@ class Candidates:
     remaining: list[int] | None = None
 
     def without(self, finished: list[int], num_beams: int) -> Candidates:
-        """Returns the candidates of the other sentences, whose rows are counted without those of finished ones."""
+        """Returns the candidates of the unfinished sentences, with rows numbered without the finished ones."""
         remaining = [index for index in range(len(self.ended)) if index not in finished]
         index = _on_device(remaining, self.ended.device)
         shift = (index - torch.arange(len(remaining), device=index.device)) * num_beams
@@ -345,9 +345,9 @@ def _sorted_sync(hypotheses: list[list[Hypothesis]]) -> list[list[Hypothesis]]:
 
 
 def _moved(states: Tensor, other: Tensor | None, rows: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
-    """Returns states of which these rows (int64) are the first, in `length` columns, and the buffer for the next step.
+    """Returns the first `length` columns of these rows (int64), and the buffer for the next step.
 
-    They are in `other`, so that `states` stay as they are; or in `states` if there is no other buffer.
+    They are copied to `other`, so that `states` does not change; without another buffer, to `states` itself.
     """
     moved = (states if other is None else other)[: len(rows)]
     moved[:, :length] = states[:, :length].index_select(0, rows)

@@ -27,7 +27,7 @@ inline Vector exp_of(Vector x) {
 
 // The first, where one of the two is no number.
 template <typename V>
-inline V larger(const V &one, const V &other) {
+inline V larger(V one, V other) {
     return other > one ? other : one;
 }
 

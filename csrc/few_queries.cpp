@@ -10,7 +10,7 @@
 namespace {
 
 constexpr int QUERIES = 6;                       // whose sums over COLUMNS registers of values registers can hold
-constexpr int COLUMNS = WIDTH == 16 ? 4 : 2;
+constexpr int COLUMNS = HAS_32_REGISTERS ? 4 : 2;
 constexpr int64_t AHEAD = 2 * WIDTH;             // keys or values after the present one that are fetched meanwhile
 
 // A mask of less leaves nothing of a weight.
@@ -44,14 +44,13 @@ struct Dot {
     static void add(Vector &lanes, const Query *query, const T *key) { lanes += load(key) * load(query); }
 };
 
-#ifdef __AVX512BF16__
+#ifdef HAS_BF16_DOTS
 template <>
 struct Dot<Bf16> {
     typedef Bf16 Query;
     static constexpr int64_t STEP = 2 * WIDTH;
     static void add(Vector &lanes, const Query *query, const Bf16 *key) {
-        const auto pairs = [](const Bf16 *numbers) { return (__m512bh)_mm512_loadu_si512(numbers); };
-        lanes = (Vector)_mm512_dpbf16_ps((__m512)lanes, pairs(query), pairs(key));
+        add_products(lanes, load_pairs(query), load_pairs(key));
     }
 };
 #endif

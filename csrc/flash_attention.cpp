@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int QUERIES = WIDTH == 16 ? 12 : 6; // of a tile, whose sums over the columns of a panel registers can hold
+constexpr int QUERIES = HAS_32_REGISTERS ? 12 : 6; // of a tile, whose sums over the columns of a panel registers can hold
 constexpr int COLUMNS = 2;                    // registers of a panel
 constexpr int64_t PANEL = COLUMNS * WIDTH;    // keys, or columns of values, that lie together where they are packed
 constexpr int64_t BLOCK = 128;                // keys that are packed at a time
@@ -42,12 +42,12 @@ struct Floats {
     static void store_weights(const Vector &weights, Element *to) { *(Vector *)to = weights; }
 };
 
-#ifdef __AVX512BF16__
+#ifdef HAS_BF16_DOTS
 // Two neighbours along what is summed up.
-struct Pairs {
+struct Paired {
     typedef Bf16 Number;
     typedef uint32_t Element;
-    typedef __m512bh Part;
+    typedef Pairs Part;
     static constexpr int64_t OF = 2;
     static constexpr int TERMS = 4; // to 4e-5 of a weight, which is rounded to 2e-3
     static void pack_row(const Bf16 *numbers, int64_t count, Element *to) {
@@ -56,14 +56,12 @@ struct Pairs {
     }
     static Element pack(const Bf16 *one, const Bf16 *other) { return one->bits | (uint32_t)other->bits << 16; }
     static void pack_part(const Bf16 *one, const Bf16 *other, Element *to) {
-        _mm512_storeu_si512(to, (__m512i)(upper_halves(one) >> 16 | upper_halves(other)));
+        store_pairs(pairs_of(one, other), to);
     }
-    static Part all(const Element *element) { return (Part)_mm512_set1_epi32((int)*element); }
-    static Part load_part(const Element *elements) { return (Part)_mm512_loadu_si512(elements); }
-    static void add(Vector &sum, Part one, Part other) { sum = (Vector)_mm512_dpbf16_ps((__m512)sum, one, other); }
-    static void store_weights(const Vector &weights, Element *to) {
-        _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)weights));
-    }
+    static Part all(const Element *element) { return in_all_lanes(*element); }
+    static Part load_part(const Element *elements) { return load_pairs(elements); }
+    static void add(Vector &sum, Part one, Part other) { add_products(sum, one, other); }
+    static void store_weights(const Vector &weights, Element *to) { store_as_bf16(weights, to); }
 };
 #endif
 
@@ -288,8 +286,8 @@ extern "C" void fastgen_flash_attention(void *const *pointers, const int64_t *si
 }
 
 extern "C" void fastgen_flash_attention_bf16(void *const *pointers, const int64_t *sizes, float scale, int32_t threads) {
-#ifdef __AVX512BF16__
-    attend_all<Pairs>({pointers, sizes, scale}, threads);
+#ifdef HAS_BF16_DOTS
+    attend_all<Paired>({pointers, sizes, scale}, threads);
 #else
     attend_all<Floats<Bf16>>({pointers, sizes, scale}, threads);
 #endif

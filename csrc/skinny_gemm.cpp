@@ -10,8 +10,8 @@
 
 namespace {
 
-constexpr int DOTS = WIDTH == 16 ? 6 : 3;       // weights whose dot products with ROWS rows registers can hold
-constexpr int MOST_ROWS = WIDTH == 16 ? 12 : 6; // rows whose sums over 2 registers' columns registers can hold
+constexpr int DOTS = HAS_32_REGISTERS ? 6 : 3;       // weights whose dot products with ROWS rows registers can hold
+constexpr int MOST_ROWS = HAS_32_REGISTERS ? 12 : 6; // rows whose sums over 2 registers' columns registers can hold
 constexpr int64_t MAX_ROWS = 64;                // that meet a weight while it is in the first cache
 constexpr int64_t STREAM_ROWS = 3;              // so few are computed faster than memory gives the weight
 
@@ -35,28 +35,25 @@ struct Single {
     static void add(Vector &sum, Part row, Part weight) { sum += row * weight; }
 };
 
-#ifdef __AVX512BF16__
+#ifdef HAS_BF16_DOTS
 // Two neighbours of a row are multiplied with two of a weight at once.
 struct Paired {
     typedef Bf16 Row, Number;
-    typedef __m512i Part;
+    typedef Pairs Part;
     static constexpr int STEP = 2 * WIDTH, PAIR = 2;
-    static Part row_part(const Row *row) { return _mm512_loadu_si512(row); }
-    static Part weight_part(const Number *weight) { return _mm512_loadu_si512(weight); }
+    static Part row_part(const Row *row) { return load_pairs(row); }
+    static Part weight_part(const Number *weight) { return load_pairs(weight); }
     static Part element(const Row *row) {
-        int32_t pair;
+        uint32_t pair;
         memcpy(&pair, row, sizeof pair);
-        return _mm512_set1_epi32(pair);
+        return in_all_lanes(pair);
     }
     // Of two rows of the weight, the numbers of a column beside each other.
     template <int V>
     static void columns(const Number *first, const Number *second, Part (&parts)[V]) {
-        for (int j = 0; j < V; j++)
-            parts[j] = (Part)(upper_halves(first + j * WIDTH) >> 16 | upper_halves(second + j * WIDTH));
+        for (int j = 0; j < V; j++) parts[j] = pairs_of(first + j * WIDTH, second + j * WIDTH);
     }
-    static void add(Vector &sum, Part row, Part weight) {
-        sum = (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)row, (__m512bh)weight);
-    }
+    static void add(Vector &sum, Part row, Part weight) { add_products(sum, row, weight); }
 };
 #endif
 
@@ -200,7 +197,7 @@ inline void multiply_weights(const Product<F> &product, int64_t n) {
     const int64_t block = block_bytes(product.row_count) / sizeof(typename F::Number);
     if (product.row_count > STREAM_ROWS) translate_pages(product.weight + n * in, W * in * sizeof(typename F::Number));
     Vector sums[MAX_ROWS * W];
-    float totals[MAX_ROWS * W + WIDTH]; // registers are stored and read, whatever is behind a row's numbers
+    float totals[MAX_ROWS * W + std::max(WIDTH, 8)]; // registers are stored and read, whatever is behind a row's numbers
     for (int64_t k = 0; k == 0 || k < whole; k += block) {
         const typename F::Number *weight = product.weight + n * in + k;
         const int64_t length = std::min(block, whole - k);
@@ -375,7 +372,7 @@ extern "C" void fastgen_skinny_gemm(const float *rows, const float *weight, cons
 extern "C" void fastgen_skinny_gemm_bf16(const Bf16 *rows, const Bf16 *weight, const Bf16 *bias, const Bf16 *added,
                                          Bf16 *output, int64_t row_count, int64_t in_features, int64_t out_features,
                                          int32_t is_transposed, int32_t is_rectified, int32_t threads) {
-#ifdef __AVX512BF16__
+#ifdef HAS_BF16_DOTS
     if (in_features % 2 == 0)
         return multiply_in<Paired>(threads, {rows, weight, bias, added, output, row_count, in_features, out_features,
                                              is_transposed != 0, is_rectified != 0});

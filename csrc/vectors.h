@@ -1,15 +1,24 @@
 // Registers of numbers, and threads, for the kernels of few rows. Built once for each instruction set, with WIDTH: the
-// floats in one of its registers, 8 (AVX2, FMA) or 16 (AVX-512).
+// floats in one of its registers, 4 (NEON), 8 (AVX2, FMA) or 16 (AVX-512). What instruction sets have of their own is in
+// this file alone: conversions to and from fp16, and dot products of bf16.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <immintrin.h>
 #include <type_traits>
 #include <utility>
 #include <vector>
+#ifdef __x86_64__
+#include <immintrin.h>
+#else
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define HAS_BF16_DOTS // dot products of pairs of bf16
+#endif
 
 // Of the OpenMP that the caller runs on: a second one's threads would wait for work on the cores of the first one's.
 #define OF_THIS_LIBRARY __attribute__((visibility("hidden"))) inline
@@ -19,7 +28,8 @@ OF_THIS_LIBRARY int (*thread_count)() = nullptr;
 
 namespace {
 
-constexpr int64_t CACHE_LINE = 64; // bytes
+constexpr int64_t CACHE_LINE = 64;              // bytes
+constexpr bool HAS_32_REGISTERS = WIDTH != 8; // AVX2 has 16
 
 typedef float Vector __attribute__((vector_size(WIDTH * sizeof(float)), aligned(sizeof(float)), may_alias));
 typedef int32_t Integers __attribute__((vector_size(WIDTH * sizeof(int32_t))));
@@ -79,8 +89,6 @@ inline float to_float(Bf16 number) {
     return found;
 }
 
-inline float to_float(Fp16 number) { return _cvtsh_ss(number.bits); }
-
 inline void store(float number, float *to) { *to = number; }
 
 // Of the bits of floats those of bf16, rounded to the nearest, halves to even.
@@ -95,8 +103,6 @@ inline void store(float number, Bf16 *to) {
     to->bits = number != number ? 0x7fc0 : rounded(bits);
 }
 
-inline void store(float number, Fp16 *to) { to->bits = _cvtss_sh(number, _MM_FROUND_TO_NEAREST_INT); }
-
 // Eight numbers, and as they are stored.
 typedef float Eight __attribute__((vector_size(8 * sizeof(float))));
 typedef uint32_t EightWords __attribute__((vector_size(8 * sizeof(uint32_t))));
@@ -109,15 +115,10 @@ inline EightHalves in_format(const Eight &numbers, const Bf16 *) {
     return __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & rounded(bits)), EightHalves);
 }
 
-inline EightHalves in_format(const Eight &numbers, const Fp16 *) {
-    return (EightHalves)_mm256_cvtps_ph((__m256)numbers, _MM_FROUND_TO_NEAREST_INT);
-}
-
 inline Eight from_format(const Eight &stored, const float *) { return stored; }
 inline Eight from_format(const EightHalves &stored, const Bf16 *) {
     return (Eight)(__builtin_convertvector(stored, EightWords) << 16);
 }
-inline Eight from_format(const EightHalves &stored, const Fp16 *) { return (Eight)_mm256_cvtph_ps((__m128i)stored); }
 
 // A register of bf16 as the upper halves of 32 bits each.
 typedef uint32_t Bits __attribute__((vector_size(WIDTH * sizeof(uint32_t))));
@@ -129,6 +130,18 @@ inline Bits upper_halves(const Bf16 *numbers) {
 
 inline Vector load(const float *numbers) { return *(const Vector *)numbers; }
 inline Vector load(const Bf16 *numbers) { return (Vector)upper_halves(numbers); }
+
+#ifdef __x86_64__
+inline float to_float(Fp16 number) { return _cvtsh_ss(number.bits); }
+
+inline void store(float number, Fp16 *to) { to->bits = _cvtss_sh(number, _MM_FROUND_TO_NEAREST_INT); }
+
+inline EightHalves in_format(const Eight &numbers, const Fp16 *) {
+    return (EightHalves)_mm256_cvtps_ph((__m256)numbers, _MM_FROUND_TO_NEAREST_INT);
+}
+
+inline Eight from_format(const EightHalves &stored, const Fp16 *) { return (Eight)_mm256_cvtph_ps((__m128i)stored); }
+
 inline Vector load(const Fp16 *numbers) {
 #ifdef __AVX512F__
     return (Vector)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i *)numbers));
@@ -139,6 +152,72 @@ inline Vector load(const Fp16 *numbers) {
     return found;
 #endif
 }
+#else
+inline float to_float(Fp16 number) {
+    __fp16 half;
+    memcpy(&half, &number, sizeof half);
+    return half;
+}
+
+inline void store(float number, Fp16 *to) {
+    const __fp16 half = number;
+    memcpy(to, &half, sizeof half);
+}
+
+typedef __fp16 EightFp16 __attribute__((vector_size(8 * sizeof(__fp16))));
+
+inline EightHalves in_format(const Eight &numbers, const Fp16 *) {
+    return (EightHalves)__builtin_convertvector(numbers, EightFp16);
+}
+
+inline Eight from_format(const EightHalves &stored, const Fp16 *) {
+    return __builtin_convertvector((EightFp16)stored, Eight);
+}
+
+inline Vector load(const Fp16 *numbers) {
+    typedef __fp16 Halves __attribute__((vector_size(WIDTH * sizeof(__fp16)), aligned(2), may_alias));
+    return __builtin_convertvector(*(const Halves *)numbers, Vector);
+}
+#endif
+
+// ---- dot products of bf16: of WIDTH pairs of numbers, which lie beside each other
+
+#ifdef __AVX512BF16__
+typedef __m512i Pairs;
+
+inline Pairs load_pairs(const void *pairs) { return _mm512_loadu_si512(pairs); }
+inline void store_pairs(Pairs pairs, void *to) { _mm512_storeu_si512(to, pairs); }
+inline Pairs in_all_lanes(uint32_t pair) { return _mm512_set1_epi32((int)pair); }
+
+inline void add_products(Vector &sums, Pairs one, Pairs other) {
+    sums = (Vector)_mm512_dpbf16_ps((__m512)sums, (__m512bh)one, (__m512bh)other);
+}
+
+inline void store_as_bf16(const Vector &numbers, void *to) {
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)numbers));
+}
+#elif defined(HAS_BF16_DOTS)
+typedef Bits Pairs;
+
+inline Pairs load_pairs(const void *pairs) { return (Pairs)vld1q_u8((const uint8_t *)pairs); }
+inline void store_pairs(Pairs pairs, void *to) { vst1q_u8((uint8_t *)to, (uint8x16_t)pairs); }
+inline Pairs in_all_lanes(uint32_t pair) { return pair - Pairs{}; }
+
+inline void add_products(Vector &sums, Pairs one, Pairs other) {
+    sums = vbfdotq_f32(sums, (bfloat16x8_t)one, (bfloat16x8_t)other);
+}
+
+inline void store_as_bf16(const Vector &numbers, void *to) {
+    vst1_u8((uint8_t *)to, (uint8x8_t)vcvt_bf16_f32(numbers));
+}
+#endif
+
+#ifdef HAS_BF16_DOTS
+// Each pair has a number of the one in its lower half and of the other in its upper half.
+inline Pairs pairs_of(const Bf16 *one, const Bf16 *other) {
+    return (Pairs)(upper_halves(one) >> 16 | upper_halves(other));
+}
+#endif
 
 // Calls `work` with parts [from, to) of so many units, one for each thread.
 template <typename Work>

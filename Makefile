@@ -21,7 +21,7 @@ WORDS_CHECKED := fastgen
 
 PYTEST := FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2 --dist loadgroup
 
-.PHONY: demo check test test-all test-fairseq matrix fuzz test-gpu gpu-check sanitize lint docs pages table bench bench-gpu wheel clean
+.PHONY: demo check test test-all test-fairseq matrix fuzz test-gpu gpu-check sanitize emulator lint docs pages table bench bench-gpu wheel clean
 
 # The main job on the sample of 500 lines, with and without fastgen.
 demo: $(VENV)/demo.installed
@@ -80,6 +80,10 @@ gpu-check: $(VENV)/test.installed
 sanitize: $(VENV)/test.installed
 	PYTHONPATH=tests/helpers $(SANITIZER) --tool memcheck $(BIN)/python tests/gpu/sanitize_no_repeat_ngram.py
 	PYTHONPATH=tests/helpers $(SANITIZER) --tool racecheck $(BIN)/python tests/gpu/sanitize_no_repeat_ngram.py
+
+# What the tests of the kernels for aarch64 and those of clang's warnings need beside g++; without it they are skipped.
+emulator:
+	apt-get install --yes g++-aarch64-linux-gnu qemu-user clang
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .

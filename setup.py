@@ -2,7 +2,6 @@
 
 import copy
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -86,16 +85,15 @@ def kernel(name, source, **options):
     return Extension(name, [source], depends=["csrc/no_repeat_ngram.h"], optional=True, **options)
 
 
-def x86(instructions, *flags):
-    """Registers as vectors, which Microsoft's compiler does not know, for x86 processors."""
-    options = ["-O3", "-g0", "-std=c++17", "-ffp-contract=fast", "-mf16c", *flags]
+def simd(instructions, *flags):
+    """Registers as vectors, which Microsoft's compiler does not know, for one instruction set."""
     names = ("skinny_gemm", "few_queries", "flash_attention", "rms_norm", "lookup", "beam_top_k", "move_rows")
     return Extension(
-        f"fastgen.ops._x86_{instructions}",
+        f"fastgen.ops._{instructions}",
         [f"csrc/{name}.cpp" for name in names],
         depends=["csrc/vectors.h", "csrc/attention.h"],
         optional=True,
-        extra_compile_args=options,
+        extra_compile_args=["-O3", "-g0", "-std=c++17", "-ffp-contract=fast", *flags],
     )
 
 
@@ -108,11 +106,17 @@ KERNELS = [
         extra_link_args=[] if IS_WINDOWS else ["-pthread"],
     )
 ]
-if platform.machine() in ("x86_64", "AMD64") and not IS_WINDOWS:
+# The platform that is built for: a cross compiler's is told by _PYTHON_HOST_PLATFORM.
+if sysconfig.get_platform() == "linux-aarch64":
     KERNELS += [
-        x86("avx2", "-mavx2", "-mfma", "-DWIDTH=8"),
-        x86("avx512", "-mavx512f", "-mfma", "-DWIDTH=16"),
-        x86("avx512_bf16", "-mavx512f", "-mavx512bf16", "-mfma", "-DWIDTH=16"),
+        simd("aarch64_neon", "-DWIDTH=4"),
+        simd("aarch64_neon_bf16", "-march=armv8.2-a+bf16", "-DWIDTH=4"),
+    ]
+elif sysconfig.get_platform().endswith("x86_64"):
+    KERNELS += [
+        simd("x86_avx2", "-mf16c", "-mavx2", "-mfma", "-DWIDTH=8"),
+        simd("x86_avx512", "-mf16c", "-mavx512f", "-mfma", "-DWIDTH=16"),
+        simd("x86_avx512_bf16", "-mf16c", "-mavx512f", "-mavx512bf16", "-mfma", "-DWIDTH=16"),
     ]
 if nvcc():
     KERNELS.append(kernel("fastgen.ops.no_repeat_ngram._cuda", "csrc/no_repeat_ngram.cu"))

@@ -135,8 +135,17 @@ def report() -> str:
         replace(one, reason=errors.get(one.name, one.reason)) if one.state == "pending" else one for one in states
     ]
     kernels = [(name, *_usable_and_not(listed)) for name, listed in ops.kernels().items()]
-    head = [", ".join(versions), *_source_tree(Path(fastgen.__file__).parents[1])]
+    head = [", ".join(versions), *_source_tree(Path(fastgen.__file__).parents[1]), *_build_of_kernels()]
     return "\n".join([*head, "", "Patches", repr(states), "", "Kernels", table(kernels)])
+
+
+def _build_of_kernels() -> list[str]:
+    """Says for which instructions the C++ kernels in use were built, or why none is in use."""
+    if not find_spec("torch"):
+        return []
+    from fastgen.ops import simd
+
+    return [f"C++ kernels: {'; '.join(simd.machine_reasons()) or f'built for {simd.instructions()}'}"]
 
 
 def _usable_and_not(kernels: Sequence[Kernel]) -> tuple[str, str]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fastgen.ops import x86
+from fastgen.ops import simd
 from fastgen.ops.kernel import Kernel, first_supported
 
 Candidates = tuple[Tensor, Tensor]
@@ -79,8 +79,8 @@ def _choose(log_probs: Tensor, beam_scores: Tensor, k: int) -> Candidates:
     inputs, beams = beam_scores.shape
     values, index = beam_scores.new_empty((inputs, k)), torch.empty((inputs, k), dtype=torch.int64, device="cpu")
     addresses = log_probs.data_ptr(), beam_scores.data_ptr(), values.data_ptr(), index.data_ptr()
-    threads = min(inputs, x86.threads_for(log_probs.numel(), MIN_SCORES_OF_THREAD))
-    function = x86.function("beam_top_k", torch.float32, _ARGUMENTS)
+    threads = min(inputs, simd.threads_for(log_probs.numel(), MIN_SCORES_OF_THREAD))
+    function = simd.function("beam_top_k", torch.float32, _ARGUMENTS)
     function(*addresses, inputs, beams, log_probs.shape[1], k, threads)
     return values, index
 
@@ -177,4 +177,4 @@ def keeps_order() -> bool:
     return all(map(torch.equal, torch.topk(dense, k=k), _best(scores, input_of, places, inputs, k)))
 
 
-KERNELS = (Kernel("C++", x86.machine_reasons, _choose, "cpu", _can_choose), Kernel("torch", list, best_in_one_stage))
+KERNELS = (Kernel("C++", simd.machine_reasons, _choose, "cpu", _can_choose), Kernel("torch", list, best_in_one_stage))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from fastgen.ops import few_queries, lookup, rms_norm, x86
+from fastgen.ops import few_queries, lookup, rms_norm, simd
 from fastgen.ops.cpu_linear import skinny_gemm
 from fastgen.ops.tracing import Diverged, NotRepeatable, TracedCall, Tracer
 
@@ -52,12 +52,12 @@ def capture(function: Callable[[], Any]) -> tuple[Callable[[], Any], int, set[Me
     storages = [tensor.untyped_storage() for call in needed for tensor in call.outputs if not call.writes]
     nbytes = sum(memory.nbytes() for memory in {memory._cdata: memory for memory in storages}.values())
     repetitions = [repetition_of(call) for call in needed]
-    moving = [argument for _, args, _ in repetitions for argument in args if isinstance(argument, x86.Address)]
+    moving = [argument for _, args, _ in repetitions for argument in args if isinstance(argument, simd.Address)]
     replay = partial(_replay, repetitions, moving, output, calls)
     return replay, nbytes, memories_of(tensor for call in needed for tensor in call.read)
 
 
-def _replay(repetitions: list[Repetition], moving: list[x86.Address], output: Any, calls: list[TracedCall]) -> Any:
+def _replay(repetitions: list[Repetition], moving: list[simd.Address], output: Any, calls: list[TracedCall]) -> Any:
     """Runs the repetitions and returns the output; calls: holds the tensors that the repetitions address."""
     for address in moving:
         address.value = address.tensor.data_ptr()

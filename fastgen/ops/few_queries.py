@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.ops import x86
+from fastgen.ops import simd
 from fastgen.ops.tracing import is_transformed
 
 # The largest number of queries for each copy of keys; with more, products that reuse keys in registers come close.
@@ -49,7 +49,7 @@ def can_attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], 
 
 def can_read(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None) -> bool:
     """Whether attention kernels in C++ support these arguments, and no mode waits for torch's operations."""
-    if not query.is_cpu or query.dtype not in x86.DTYPES:
+    if not query.is_cpu or query.dtype not in simd.DTYPES:
         return False
     if mask is not None and (type(mask) is not Tensor or mask.dtype not in (query.dtype, torch.float32, torch.bool)):
         return False
@@ -120,7 +120,7 @@ def call_into(
         pointers += key.data_ptr(), value.data_ptr()
         sizes += key.shape[0], key.shape[2], *key.stride()[:3], *value.stride()[:3]
     arrays = (ctypes.c_void_p * len(pointers))(*pointers), (ctypes.c_int64 * len(sizes))(*sizes)
-    return partial(x86.function(kernel, query.dtype, _ARGUMENTS), *arrays, scale, torch.get_num_threads())
+    return partial(simd.function(kernel, query.dtype, _ARGUMENTS), *arrays, scale, torch.get_num_threads())
 
 
 def sdpa_into(operation: Any, output: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> partial[None] | None:
@@ -128,7 +128,7 @@ def sdpa_into(operation: Any, output: Tensor, args: tuple[Any, ...], kwargs: dic
     arguments = dict(zip((argument.name for argument in operation._schema.arguments), args)) | kwargs
     query, keys, values = arguments["query"], [arguments["key"]], [arguments["value"]]
     mask, scale = arguments.get("attn_mask"), arguments.get("scale")
-    if arguments.get("dropout_p") or arguments.get("is_causal") or x86.machine_reasons():
+    if arguments.get("dropout_p") or arguments.get("is_causal") or simd.machine_reasons():
         return None
     if not can_attend(query, keys, values, mask):
         return None

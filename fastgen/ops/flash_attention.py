@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fastgen.ops import few_queries, x86
+from fastgen.ops import few_queries, simd
 from fastgen.ops.kernel import Kernel
 from fastgen.ops.tracing import Arguments, Options, TransparentMode, is_watched
 
@@ -115,6 +115,6 @@ def _broadcasts(mask: Tensor, shape: tuple[int, ...]) -> bool:
 
 _TASK = "prompts and encoders of large models, in fp32, bf16 and fp16"
 KERNELS = (
-    Kernel("C++", x86.machine_reasons, attention, "cpu", can_attend, _TASK, ("flash attention",)),
+    Kernel("C++", simd.machine_reasons, attention, "cpu", can_attend, _TASK, ("flash attention",)),
     Kernel("torch", list, functional.scaled_dot_product_attention),
 )

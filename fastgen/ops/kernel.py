@@ -1,7 +1,7 @@
 """The kernels of an operation: one list, the fastest first and torch's own last, which runs everywhere.
 
     KERNELS = (
-        Kernel("C++", x86.machine_reasons, _move, "cpu", can_move),
+        Kernel("C++", simd.machine_reasons, _move, "cpu", can_move),
         Kernel("torch", list, _move_in_torch),
     )
     first_supported(KERNELS, "cpu", buffers).run(buffers, beam_idx)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fastgen.ops import x86
+from fastgen.ops import simd
 from fastgen.ops.kernel import Kernel, first_supported
 
 OPERATION = "fastgen::lookup"
@@ -48,8 +48,8 @@ def look_up(numbers: Tensor, table: Tensor) -> Tensor:
 
 def call_into(results: Tensor, numbers: Tensor, table: Tensor) -> functools.partial[None]:
     """Returns a call that writes `table[numbers]` into `results`; both are contiguous and of one shape."""
-    function = x86.function("lookup", torch.float32, _ARGUMENTS)  # for any type of 16 bits
-    threads = x86.threads_for(numbers.numel(), MIN_ELEMENTS_OF_THREAD)
+    function = simd.function("lookup", torch.float32, _ARGUMENTS)  # for any type of 16 bits
+    threads = simd.threads_for(numbers.numel(), MIN_ELEMENTS_OF_THREAD)
     addresses = numbers.data_ptr(), table.data_ptr(), results.data_ptr()
     return functools.partial(function, *addresses, numbers.numel(), threads)
 
@@ -72,6 +72,6 @@ def _look_up_in_torch(numbers: Tensor, table: Tensor) -> Tensor:
 
 _kernel = functools.partial(Kernel, task="NewGELUActivation in large models", counted_as=("fused activation",))
 KERNELS = (
-    _kernel("C++", x86.machine_reasons, torch.ops.fastgen.lookup.default, "cpu"),
+    _kernel("C++", simd.machine_reasons, torch.ops.fastgen.lookup.default, "cpu"),
     _kernel("torch", list, _look_up_in_torch),
 )

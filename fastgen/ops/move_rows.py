@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastgen.ops import x86
+from fastgen.ops import simd
 from fastgen.ops.kernel import Kernel, first_supported
 
 MIN_BYTES_OF_THREAD = 1 << 17
@@ -43,11 +43,11 @@ def _move(buffers: Sequence[Tensor], beam_idx: Tensor) -> None:
     source, count = beam_idx.to("cpu", torch.int64).contiguous(), buffers[0].shape[1]
     if source.shape != (count,) or not bool(((source >= 0) & (source < count)).all()):
         raise IndexError(f"beam_idx is {beam_idx.tolist()} (accepted: {count} integers from 0 to {count - 1})")
-    function = x86.function("move_rows", torch.float32, _ARGUMENTS)  # for any type
+    function = simd.function("move_rows", torch.float32, _ARGUMENTS)  # for any type
     for states in buffers:
         (layers, rows, heads, length, width), size = states.shape, states.itemsize
         strides = (ctypes.c_int64 * 3)(*(stride * size for stride in states.stride()[:3]))
-        threads = x86.threads_for(states.nbytes, MIN_BYTES_OF_THREAD)
+        threads = simd.threads_for(states.nbytes, MIN_BYTES_OF_THREAD)
         function(states.data_ptr(), source.data_ptr(), strides, layers, rows, heads, length * width * size, threads)
 
 
@@ -57,4 +57,4 @@ def _move_in_torch(buffers: Sequence[Tensor], beam_idx: Tensor) -> None:
         states.copy_(states.index_select(1, beam_idx))
 
 
-KERNELS = (Kernel("C++", x86.machine_reasons, _move, "cpu", can_move), Kernel("torch", list, _move_in_torch))
+KERNELS = (Kernel("C++", simd.machine_reasons, _move, "cpu", can_move), Kernel("torch", list, _move_in_torch))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.ops import x86
+from fastgen.ops import simd
 from fastgen.ops.kernel import Kernel, first_supported
 from fastgen.ops.tracing import TracedCall, uses_of
 
@@ -34,13 +34,13 @@ _ARGUMENTS = (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2, ctypes.c_float, cty
 def call_into(output: Tensor, rows: Tensor, weight: Tensor, epsilon: float) -> partial[None]:
     """Returns a call that writes `weight * (rows / sqrt(mean(rows ** 2) + epsilon))` into `output`.
 
-    rows and output `[…, width]`, weight `[width]`, all contiguous and of one of `x86.DTYPES`, on a CPU; the weight may
+    rows and output `[…, width]`, weight `[width]`, all contiguous and of one of `simd.DTYPES`, on a CPU; the weight may
     move between two replays, but not change.
     """
-    function = x86.function("rms_norm", rows.dtype, _ARGUMENTS)
+    function = simd.function("rms_norm", rows.dtype, _ARGUMENTS)
     count, width = rows.numel() // rows.shape[-1], rows.shape[-1]
-    threads = min(count, x86.threads_for(rows.numel(), MIN_ELEMENTS_OF_THREAD))
-    addresses = rows.data_ptr(), x86.Address(weight), output.data_ptr()
+    threads = min(count, simd.threads_for(rows.numel(), MIN_ELEMENTS_OF_THREAD))
+    addresses = rows.data_ptr(), simd.Address(weight), output.data_ptr()
     return partial(function, *addresses, count, width, epsilon, threads)
 
 
@@ -55,7 +55,7 @@ def _rms_norm_in_torch(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(rows.dtype)
 
 
-KERNELS = (Kernel("C++", x86.machine_reasons, _rms_norm, "cpu"), Kernel("torch", list, _rms_norm_in_torch))
+KERNELS = (Kernel("C++", simd.machine_reasons, _rms_norm, "cpu"), Kernel("torch", list, _rms_norm_in_torch))
 
 _LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
 _LIBRARY.define("rms_norm(Tensor rows, Tensor weight, float epsilon) -> Tensor")
@@ -123,6 +123,6 @@ def _fit(rows: Tensor, weight: Tensor, output: Tensor) -> bool:
     tensors, dtype = (rows, weight, output), output.dtype
     return (
         shapes_fit
-        and dtype in x86.DTYPES
+        and dtype in simd.DTYPES
         and all(tensor.is_cpu and tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors)
     )

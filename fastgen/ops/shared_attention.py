@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fastgen.ops import few_queries, flash_attention, x86
+from fastgen.ops import few_queries, flash_attention, simd
 from fastgen.ops.kernel import Kernel, first_supported, triton_reasons
 
 logger = logging.getLogger("fastgen")
@@ -254,7 +254,7 @@ _COUNTED_AS = ("scaled_dot_product_attention", "matmul", "shared_attention")
 _kernel = functools.partial(Kernel, task="rows that share keys and values", counted_as=_COUNTED_AS)
 KERNELS = (
     _kernel("Triton", triton_reasons, _attend_in_triton, "cuda", _can_attend_in_triton),
-    _kernel("C++ few queries", x86.machine_reasons, few_queries.attention, "cpu", few_queries.can_attend),
-    _kernel("C++ many queries", x86.machine_reasons, flash_attention.attention, "cpu", flash_attention.can_attend),
+    _kernel("C++ few queries", simd.machine_reasons, few_queries.attention, "cpu", few_queries.can_attend),
+    _kernel("C++ many queries", simd.machine_reasons, flash_attention.attention, "cpu", flash_attention.can_attend),
     _kernel("torch", list, attention_by_products),
 )

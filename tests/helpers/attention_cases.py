@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from fastgen.ops.kernel import tolerance
 from fastgen.ops.shared_attention import attention_by_products
 
-WIDTHS = st.sampled_from((1, 3, 8, 16, 20, 33, 64, 72, 80, 128))
+ALL_WIDTHS = (1, 3, 8, 16, 20, 33, 64, 72, 80, 128)
 # Rows for each copy of a segment, the first one's first: of which each is a multiple of the next.
-COPIES = st.sampled_from(((1,), (2,), (4,), (2, 1), (4, 1), (1, 1), (4, 2, 1), (6, 3, 1)))
-MASKS = st.sampled_from((None, "added", "of heads", "bool", "one for all", "one column"))
+ALL_COPIES = ((1,), (2,), (4,), (2, 1), (4, 1), (1, 1), (4, 2, 1), (6, 3, 1))
+ALL_MASKS = (None, "added", "of heads", "bool", "one for all", "one column")
+WIDTHS, COPIES, MASKS = map(st.sampled_from, (ALL_WIDTHS, ALL_COPIES, ALL_MASKS))
 
 
 def random_case(copies, lengths, groups, kv_heads, length, width, value_width, mask, dtype, inputs=2, seed=0):

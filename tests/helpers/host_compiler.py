@@ -15,6 +15,7 @@ from python_process import REPOSITORY
 from fastgen.ops.no_repeat_ngram import kernels
 
 CSRC = REPOSITORY / "csrc"
+WARNINGS = ("-Wall", "-Wextra", "-Werror")
 SHIM = REPOSITORY / "tests" / "helpers" / "cuda_shim"
 
 needs_compiler = pytest.mark.skipif(
@@ -25,7 +26,7 @@ needs_compiler = pytest.mark.skipif(
 def compile_cpp(output: Path, *arguments: str | Path) -> Path:
     """`g++ arguments... -o output`; warnings are errors. `.cu` files are C++ to it."""
     includes = [f"-I{SHIM}", f"-I{CSRC}"]
-    command = ["g++", "-std=c++17", "-g", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", *includes, "-x", "c++"]
+    command = ["g++", "-std=c++17", "-g", "-O1", *WARNINGS, "-pthread", *includes, "-x", "c++"]
     done = subprocess.run([*command, *arguments, "-o", output], capture_output=True, text=True)
     if done.returncode:
         raise AssertionError(done.stderr)

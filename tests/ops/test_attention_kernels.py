@@ -10,15 +10,14 @@ from collections import Counter
 import pytest
 import torch
 from attention_cases import COPIES, MASKS, WIDTHS, check_attention, random_case
-from host_compiler import needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simd_kernels import needs_library, torch_threads
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from x86_kernels import needs_library, torch_threads, use_wide_registers
 
-from fastgen.ops import few_queries, flash_attention, x86
+from fastgen.ops import few_queries, flash_attention, simd
 from fastgen.ops.flash_attention import FlashAttention
 from fastgen.ops.shared_attention import attention_by_products, shared_attention
 from fastgen.testing import watched
@@ -36,7 +35,7 @@ LENGTHS = {
 @settings(max_examples=200, deadline=None)
 @given(
     st.data(), COPIES, st.sampled_from((1, 2)), st.sampled_from((1, 3)), WIDTHS, WIDTHS, MASKS,
-    st.sampled_from(x86.DTYPES), st.integers(1, 3), st.integers(0, 99),
+    st.sampled_from(simd.DTYPES), st.integers(1, 3), st.integers(0, 99),
 )  # fmt: skip
 def test_queries_see_what_they_see_in_torch(
     kernel, data, copies, groups, kv_heads, width, value_width, mask, dtype, threads, seed
@@ -53,28 +52,17 @@ def test_queries_see_what_they_see_in_torch(
 
 @needs_library
 @settings(max_examples=60, deadline=None)
-@given(QUERIES[flash_attention], LENGTHS[flash_attention], st.sampled_from((1, 3)), WIDTHS, st.sampled_from(x86.DTYPES))
+@given(
+    QUERIES[flash_attention], LENGTHS[flash_attention], st.sampled_from((1, 3)), WIDTHS, st.sampled_from(simd.DTYPES)
+)
 def test_causal_queries_see_what_they_see_in_torch(length, keys, groups, width, dtype):
     """From the upper left corner, as torch's."""
     case = random_case((1,), (keys,), groups, 2, length, width, width, None, dtype)
     check_attention(flash_attention, *case, is_causal=True)
 
 
-@needs_compiler
 @needs_library
-@pytest.mark.parametrize("dtype", x86.DTYPES)
-@pytest.mark.parametrize("width", [20, 64, 80])
-def test_attention_in_wider_registers_is_right_as_well(dtype, width, tmp_path, monkeypatch):
-    use_wide_registers(tmp_path, monkeypatch)
-    for copies in ((1,), (4, 1), (6, 3, 1)):
-        for kernel, length, lengths in ((few_queries, 1, (33, 17, 3)), (flash_attention, 65, (133, 17, 3))):
-            check_attention(kernel, *random_case(copies, lengths, 1, 3, length, width, width, "added", dtype))
-    case = random_case((1,), (133,), 2, 3, 65, width, width, None, dtype)
-    check_attention(flash_attention, *case, is_causal=True)
-
-
-@needs_library
-@pytest.mark.parametrize("dtype", x86.DTYPES)
+@pytest.mark.parametrize("dtype", simd.DTYPES)
 @pytest.mark.parametrize(
     ("kernel", "length", "part"), [(few_queries, 1, slice(1)), (flash_attention, 700, slice(100, 132))]
 )
@@ -113,7 +101,7 @@ def test_large_and_small_scores_keep_their_weights(kernel, length):
 
 
 @needs_library
-@pytest.mark.parametrize("dtype", x86.DTYPES)
+@pytest.mark.parametrize("dtype", simd.DTYPES)
 @pytest.mark.parametrize("kind", ["lowest", "-inf", "bool"])
 def test_keys_behind_the_last_that_is_seen_are_not_read(kind, dtype):
     """As in a cache of fixed size."""

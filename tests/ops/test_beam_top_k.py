@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from host_compiler import needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simd_kernels import needs_library, torch_threads
 from torch.nn import functional
-from x86_kernels import needs_library, torch_threads, use_wide_registers
 
 from fastgen.ops import beam_top_k
 from fastgen.ops.beam_top_k import best_in_one_stage, best_of_all, best_of_allowed
@@ -74,15 +73,6 @@ def check(inputs: int, beams: int, vocabulary: int, k: int, digits: int | None, 
 def test_of_all_tokens_in_torchs_order_of_equal_scores(inputs, beams, vocabulary, seed, in_race, digits, threads):
     torch.manual_seed(seed)
     check(inputs, beams, vocabulary, 2 * beams, digits, in_race, threads)
-
-
-@needs_compiler
-@needs_library
-def test_in_wider_registers(tmp_path, monkeypatch):
-    use_wide_registers(tmp_path, monkeypatch)
-    for vocabulary in (200, 256, 1001):
-        for digits in (0, None):
-            check(2, 4, vocabulary, 8, digits, 3)
 
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.inf])

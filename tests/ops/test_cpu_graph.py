@@ -7,12 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
+from simd_kernels import needs_library
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
-from x86_kernels import needs_library
 
-from fastgen.ops import cpu_graph, few_queries, x86
+from fastgen.ops import cpu_graph, few_queries, simd
 from fastgen.ops.cpu_graph import capture
 from fastgen.ops.cpu_linear import skinny_gemm
 from fastgen.ops.tracing import NotRepeatable
@@ -180,7 +180,7 @@ def test_what_is_written_or_returned_is_computed_each_time():
 
 
 @needs_library
-@pytest.mark.parametrize("dtype", x86.DTYPES)
+@pytest.mark.parametrize("dtype", simd.DTYPES)
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_products_do_the_relu_and_the_sum_after_them(dtype, is_transposed):
     torch.manual_seed(0)

@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 import fastgen
-from fastgen.ops import cpu_linear, x86
+from fastgen.ops import cpu_linear, simd
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
@@ -31,7 +31,7 @@ from fastgen.testing import configured, costs, force, replaced
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
 
 
-no_skinny_gemm = pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"skinny GEMM: {x86.machine_reasons()}")
+no_skinny_gemm = pytest.mark.skipif(bool(simd.machine_reasons()), reason=f"skinny GEMM: {simd.machine_reasons()}")
 
 
 @pytest.fixture(params=[cpu_linear.ONEDNN, pytest.param(cpu_linear.SKINNY_GEMM, marks=no_skinny_gemm)])
@@ -238,7 +238,7 @@ def test_how_wrong_is_judged_by_the_size_of_the_numbers(timed, size):
 
 
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
-FIELD = f"fastest of BLAS, oneDNN, skinny GEMM, kernels {x86.VERSION}, {CAPABILITY}"
+FIELD = f"fastest of BLAS, oneDNN, skinny GEMM, kernels {simd.VERSION}, {CAPABILITY}"
 UNKNOWN = json.dumps({"product": KIND._asdict(), FIELD: "another"}).encode()
 EARLIER = json.dumps({"product": KIND._asdict(), "fastest of BLAS, oneDNN, skinny GEMM": "BLAS"}).encode()
 

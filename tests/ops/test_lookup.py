@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simd_kernels import needs_library, torch_threads
 from transformers.activations import NewGELUActivation
-from x86_kernels import needs_library, torch_threads
 
 from fastgen.ops import lookup
 from fastgen.ops.cpu_graph import capture

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from x86_kernels import torch_threads
+from simd_kernels import torch_threads
 
-from fastgen.ops import x86
+from fastgen.ops import simd
 from fastgen.ops.move_rows import move_rows
 from fastgen.testing import without
 
@@ -50,7 +50,7 @@ def test_what_is_no_row_is_an_error(beam_idx):
 
 @pytest.mark.parametrize("has_packed_rows", [True, False])
 def test_other_states_are_moved_by_torch(has_packed_rows, monkeypatch):
-    monkeypatch.setattr(x86, "function", None)
+    monkeypatch.setattr(simd, "function", None)
     states = torch.randn(2, 3, 4, 5, 6)
     states = states if has_packed_rows else states.transpose(3, 4)
     expected = states[:, [2, 0, 0]].clone()

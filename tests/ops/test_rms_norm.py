@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simd_kernels import needs_library, torch_threads
 from torch import Tensor
-from x86_kernels import needs_library, torch_threads
 
-from fastgen.ops import rms_norm, x86
+from fastgen.ops import rms_norm, simd
 from fastgen.ops.cpu_graph import capture
 from fastgen.ops.kernel import tolerance
 from fastgen.testing import limits
@@ -142,7 +142,7 @@ def test_a_weight_may_move(monkeypatch):
     rows=st.sampled_from((1, 2, 3, 17, 64)),
     width=st.sampled_from((1, 7, 8, 16, 31, 33, 64, 768, 1000)),
     scale=st.sampled_from((1e-4, 1.0, 1e4)),
-    dtype=st.sampled_from(x86.DTYPES),
+    dtype=st.sampled_from(simd.DTYPES),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=60, deadline=None)

@@ -32,7 +32,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fastgen.config import CONFIG
-from fastgen.ops import x86
+from fastgen.ops import simd
 from fastgen.ops.cpu_linear import skinny_gemm
 from fastgen.ops.kernel import Kernel, tolerance
 from fastgen.ops.tracing import is_transformed
@@ -42,7 +42,7 @@ logger = logging.getLogger("fastgen")
 # Weights with fewer numbers are left to torch: looking up the fastest backend takes some 10 microseconds.
 MIN_ELEMENTS = 1 << 17
 
-DTYPES = x86.DTYPES
+DTYPES = simd.DTYPES
 
 BLAS, ONEDNN, SKINNY_GEMM = "BLAS", "oneDNN", "skinny GEMM"
 
@@ -112,7 +112,7 @@ _TASK = f"products with weights of {MIN_ELEMENTS:,} numbers or more, where it is
 _kernel = functools.partial(Kernel, device="cpu", task=_TASK)
 # All compute `rows @ weight.T + bias`; the fastest is found by measuring.
 KERNELS = (
-    _kernel(SKINNY_GEMM, x86.machine_reasons, skinny_gemm.skinny_linear, counted_as=(f"cpu_linear, {SKINNY_GEMM}",)),
+    _kernel(SKINNY_GEMM, simd.machine_reasons, skinny_gemm.skinny_linear, counted_as=(f"cpu_linear, {SKINNY_GEMM}",)),
     _kernel(ONEDNN, machine_reasons, onednn_linear, supports=_onednn_has, counted_as=(f"cpu_linear, {ONEDNN}",)),
     Kernel(BLAS, list, functional.linear),
 )
@@ -186,7 +186,7 @@ def store(shape: GemmShape, way: str, backends: Collection[str]) -> None:
 
 
 def _field(backends: Collection[str]) -> str:
-    return f"fastest of {', '.join(backends)}, kernels {x86.VERSION}, {torch.backends.cpu.get_cpu_capability()}"
+    return f"fastest of {', '.join(backends)}, kernels {simd.VERSION}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _file() -> Path:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.ops import x86
+from fastgen.ops import simd
 from fastgen.ops.tracing import TracedCall, uses_of
 
 # With more rows, a weight is read several times.
@@ -40,7 +40,7 @@ def skinny_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     """Computes `rows @ weight.T + bias` on at most `torch.get_num_threads()` threads.
 
     rows `[…, in_features]`, bias `[out_features]`, both contiguous; weight `[out_features, in_features]`, contiguous or
-    a transposed view; all of one of `x86.DTYPES`, on a CPU. The bits do not depend on the number of rows or threads.
+    a transposed view; all of one of `simd.DTYPES`, on a CPU. The bits do not depend on the number of rows or threads.
     """
     if torch._C._len_torch_dispatch_stack():
         return torch.ops.fastgen.skinny_linear(rows, weight, bias)
@@ -62,7 +62,7 @@ def call_into(
     bias: Tensor | None,
     added: Tensor | None = None,
     is_rectified: bool = False,
-    address_of: Callable[[Tensor], Any] = x86.Address,
+    address_of: Callable[[Tensor], Any] = simd.Address,
 ) -> partial[None]:
     """Returns a call that writes the product into `output`, `[…, out_features]`.
 
@@ -70,7 +70,7 @@ def call_into(
     address_of: returns the address of weight or bias, which may move between two replays, but not change.
     """
     out_features, in_features = weight.shape
-    function = x86.function("skinny_gemm", rows.dtype, _ARGUMENTS)
+    function = simd.function("skinny_gemm", rows.dtype, _ARGUMENTS)
     parameters = address_of(weight), None if bias is None else address_of(bias)
     others, outputs = None if added is None else added.data_ptr(), output.data_ptr()
     sizes = rows.numel() // in_features, in_features, out_features

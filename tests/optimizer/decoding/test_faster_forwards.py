@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from transformers.activations import NewGELUActivation
 
 import fastgen
-from fastgen.ops import x86
+from fastgen.ops import simd
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.faster_forwards import FasterForward, faster_forwards
 from fastgen.optimizer.transformers.call import forwards
@@ -66,7 +66,7 @@ def by_faster_forward(module, states):
     return found, call.report.kernels
 
 
-WITH_KERNELS = pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"x86 kernels: {x86.machine_reasons()}")
+WITH_KERNELS = pytest.mark.skipif(bool(simd.machine_reasons()), reason=f"C++ kernels: {simd.machine_reasons()}")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from architecture_parity import MODES, expected_sharing, measure, shares
 from architectures import ARCHITECTURES, Scale
 from python_process import REPOSITORY
 
-from fastgen.ops import x86
+from fastgen.ops import simd
 from fastgen.testing import ANY_SIZE, costs
 
 LONG = Scale(length=45, positions=512, frames=160)  # so many queries have flash attention
@@ -30,7 +30,7 @@ def test_tokens_and_scores_are_those_of_the_unpatched_library(architecture, shar
         assert shares(parity.report) == expected_sharing(architecture, mode), mode
 
 
-@pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"x86 kernels: {x86.machine_reasons()}")
+@pytest.mark.skipif(bool(simd.machine_reasons()), reason=f"C++ kernels: {simd.machine_reasons()}")
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.id)
 def test_prompts_and_encoders_of_all_models_have_flash_attention(architecture, share_always):
     with costs(**ANY_SIZE):

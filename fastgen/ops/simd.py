@@ -1,17 +1,19 @@
-"""The C++ kernels for x86 CPUs, built together for each instruction set.
+"""The C++ kernels of `csrc/` that compute in registers, built together for each instruction set.
 
 They are in `csrc/skinny_gemm.cpp`, `few_queries.cpp`, `flash_attention.cpp`, `rms_norm.cpp`, `lookup.cpp`,
 `beam_top_k.cpp` and `move_rows.cpp`.
 
-Tests: tests/ops/test_skinny_gemm.py, tests/ops/test_attention_kernels.py,
-tests/ops/test_rms_norm.py, tests/ops/test_lookup.py, tests/ops/test_beam_top_k.py,
-tests/ops/test_move_rows.py
+Builds for aarch64 were tested in an emulator, never timed.
+
+Tests: tests/ops/test_simd_builds.py, tests/ops/test_skinny_gemm.py, tests/ops/test_attention_kernels.py,
+tests/ops/test_rms_norm.py, tests/ops/test_lookup.py, tests/ops/test_beam_top_k.py, tests/ops/test_move_rows.py
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -21,27 +23,47 @@ from torch import Tensor
 
 from fastgen.ops import load, load_reasons
 
-# The libraries by torch's names of instruction sets; with AVX-512 and its bf16 extension, the name ends in "_bf16".
-_LIBRARIES = {"AVX2": f"{__package__}._x86_avx2", "AVX512": f"{__package__}._x86_avx512"}
+# The library built for each instruction set; BF16: with its dot products of bf16, too.
+_LIBRARIES = {
+    "AVX2": "_x86_avx2",
+    "AVX512": "_x86_avx512",
+    "AVX512_BF16": "_x86_avx512_bf16",
+    "NEON": "_aarch64_neon",
+    "NEON_BF16": "_aarch64_neon_bf16",
+}
 VERSION = 7  # changes with the kernels, and invalidates measurements of earlier ones
 _SUFFIXES = {torch.float32: "", torch.bfloat16: "_bf16", torch.float16: "_fp16"}  # of function names
 DTYPES = tuple(_SUFFIXES)
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+_AT_HWCAP2, _HWCAP2_BF16 = 26, 1 << 14  # of Linux on aarch64
 
 
 @functools.cache
 def machine_reasons() -> list[str]:
     """Returns why this machine cannot run these kernels; empty if it can."""
-    instructions = torch.backends.cpu.get_cpu_capability()
-    if instructions not in _LIBRARIES:
-        return [f"the CPU's instructions are {instructions} (supported: {', '.join(_LIBRARIES)})"]
+    if instructions() not in _LIBRARIES:
+        return [f"the CPU's instructions are {instructions()} (supported: {', '.join(_LIBRARIES)})"]
     return load_reasons(_library_name())
 
 
-def _library_name() -> str:
-    instructions = torch.backends.cpu.get_cpu_capability()
+def instructions() -> str:
+    """Returns the name of the instruction set whose build is used; any other name if there is no build for this CPU."""
+    if platform.machine() == "aarch64":
+        return "NEON_BF16" if _hardware_capabilities() & _HWCAP2_BF16 else "NEON"
+    capability = str(torch.backends.cpu.get_cpu_capability())
     has_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()  # torch before 2.6 does not tell
-    return _LIBRARIES[instructions] + ("_bf16" if instructions == "AVX512" and has_bf16 else "")
+    return "AVX512_BF16" if capability == "AVX512" and has_bf16 else capability
+
+
+def _hardware_capabilities() -> int:
+    """Returns the second word of bits in which Linux tells what the CPU has."""
+    read = ctypes.CDLL(None).getauxval
+    read.argtypes, read.restype = (ctypes.c_ulong,), ctypes.c_ulong
+    return int(read(_AT_HWCAP2))
+
+
+def _library_name() -> str:
+    return f"{__package__}.{_LIBRARIES[instructions()]}"
 
 
 @functools.cache

@@ -1,0 +1,83 @@
+"""Each build of the C++ kernels computes what torch computes: for other CPUs in an emulator, and under sanitizers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from host_compiler import needs_compiler
+from kernel_builds import BUILDS, NATIVE, SOURCES, Build, runnable
+from kernel_cases import all_cases, run_cases
+
+from fastgen.ops import simd
+
+SLOW = ("AVX2", "AVX512", "AVX512_BF16", "NEON_BF16")  # the first three are installed, and tested through fastgen
+ALL = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in BUILDS]
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
+
+pytestmark = needs_compiler
+
+
+def check_build(build: Build, folder: Path, *options: str) -> None:
+    cases = all_cases()
+    run_cases(build.driver(folder, *options), cases, folder)
+    for case in cases:
+        case.check()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_each_build_computes_what_torch_computes(name, tmp_path):
+    check_build(runnable(name), tmp_path, "-O1")
+
+
+def test_outputs_are_wrong_before_a_kernel_has_run():
+    for case in all_cases():
+        with pytest.raises(AssertionError):
+            case.check()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not NATIVE, reason=f"no build for {simd.instructions()}")
+def test_sanitizers_find_nothing_in_the_kernels(tmp_path):
+    """In registers of each width. That they find something is shown with a table that is too short."""
+    for name in {NATIVE[0], NATIVE[-1]}:
+        folder = tmp_path / name
+        folder.mkdir()
+        check_build(runnable(name), folder, "-O1", *SANITIZERS)
+        case = next(case for case in all_cases() if case.kernel == "fastgen_lookup")
+        numbers, table, *others = case.tensors
+        table = table[: 1 << 15].clone()
+        arguments = case.arguments[0], table.data_ptr(), *case.arguments[2:]
+        short = replace(case, tensors=[numbers, table, *others], arguments=arguments)
+        with pytest.raises(AssertionError, match="heap-buffer-overflow"):
+            run_cases([folder / "driver"], [short], folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUILDS)
+def test_clang_compiles_all_kernels_without_a_warning(name, tmp_path):
+    """Compilers are asked for warnings in the other tests as well; this one only compiles."""
+    options = BUILDS[name].flags
+    target = ["--target=aarch64-linux-gnu"] if name.startswith("NEON") else []
+    build = Build("clang++", tuple(flag for flag in options if flag != "-static"))
+    if build.missing:
+        pytest.skip("no clang++")
+    for source in SOURCES[1:]:
+        build.compile(source, tmp_path / "one.o", "-c", "-O1", *target)
+
+
+def test_the_build_follows_the_cpu(monkeypatch):
+    """Which library is loaded is told by what torch and, on aarch64, Linux say of the CPU."""
+    monkeypatch.setattr(simd.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(simd, "_hardware_capabilities", lambda: 1 << 14)
+    assert simd.instructions() == "NEON_BF16" and simd._library_name() == "fastgen.ops._aarch64_neon_bf16"
+    monkeypatch.setattr(simd, "_hardware_capabilities", lambda: 0)
+    assert simd.instructions() == "NEON" and simd._library_name() == "fastgen.ops._aarch64_neon"
+    monkeypatch.setattr(simd.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True, raising=False)
+    assert simd.instructions() == "AVX512_BF16"
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    assert simd.instructions() == "AVX512"

@@ -89,6 +89,7 @@ lint: $(VENV)/test.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/words.py $(WORDS_CHECKED)
+	$(BIN)/clang-format --dry-run --Werror csrc/* tests/helpers/kernel_driver.cpp
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(MAKE) --no-print-directory docs

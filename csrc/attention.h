@@ -38,7 +38,8 @@ inline float largest(const Vector &lanes) {
     return std::max(std::max(most[0], most[1]), std::max(most[2], most[3]));
 }
 
-// Keys or values: where they are, and by how many numbers a copy, a head, a position are apart; the width lies together.
+// Keys or values: where they are, and by how many numbers a copy, a head, a position are apart; the width lies
+// together.
 template <typename T>
 struct States {
     const T *data;
@@ -72,7 +73,8 @@ struct Attention {
         output = (T *)pointers[1];
         mask = pointers[2];
         int64_t segment_count;
-        for (int64_t *size : {&rows, &heads, &length, &kv_heads, &width, &value_width, &segment_count}) *size = *sizes++;
+        for (int64_t *size : {&rows, &heads, &length, &kv_heads, &width, &value_width, &segment_count})
+            *size = *sizes++;
         for (int64_t &stride : query_strides) stride = *sizes++;
         for (int64_t &stride : output_strides) stride = *sizes++;
         for (int64_t &stride : mask_strides) stride = *sizes++;

@@ -1,7 +1,7 @@
 // The best continuations of the beams of each input, with torch's order of equal scores: std::partial_sort, which torch
-// uses for few of many numbers, has a heap of the best so far, and looks at the others in turn. Here the scores are added
-// up on the way, and most of them are no better than the worst of the heap, a register at once.
-// Built once for each instruction set, see vectors.h.
+// uses for few of many numbers, has a heap of the best so far, and looks at the others in turn. Here the scores are
+// added up on the way, and most of them are no better than the worst of the heap, a register at once. Built once for
+// each instruction set, see vectors.h.
 
 #include "vectors.h"
 #include <cmath>
@@ -58,13 +58,15 @@ void choose(const float *log_probs, const float *beam_scores, int64_t beams, int
 
 } // namespace
 
-// log_probs `[inputs * beams, vocabulary]`, beam_scores `[inputs, beams]`; values and index `[inputs, k]`, the best first.
+// log_probs `[inputs * beams, vocabulary]`, beam_scores `[inputs, beams]`; values and index `[inputs, k]`, the best
+// first.
 extern "C" void fastgen_beam_top_k(const float *log_probs, const float *beam_scores, float *values, int64_t *index,
                                    int64_t inputs, int64_t beams, int64_t vocabulary, int64_t k, int32_t threads) {
     in_threads(threads, inputs, [&](int64_t from, int64_t to) {
         std::vector<Candidate> heap(k + 1);
         for (; from < to; from++) {
-            choose(log_probs + from * beams * vocabulary, beam_scores + from * beams, beams, vocabulary, k, heap.data());
+            choose(log_probs + from * beams * vocabulary, beam_scores + from * beams, beams, vocabulary, k,
+                   heap.data());
             for (int64_t i = 0; i < k; i++) {
                 values[from * k + i] = heap[i].score;
                 index[from * k + i] = heap[i].index;

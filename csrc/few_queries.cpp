@@ -1,17 +1,16 @@
 // Attention of a few queries to many keys, which is what a decode step does, in fp32, bf16 and fp16. Sums are in fp32.
 //
-// Keys and values are read once, as they lie in memory, which takes longer than what is computed with them. They come in
-// segments, each stored once for the rows that have it in common; all segments meet in one softmax. What a query gives
-// does not depend on how many rows and threads there are.
-// Built once for each instruction set, see vectors.h.
+// Keys and values are read once, as they lie in memory, which takes longer than what is computed with them. They come
+// in segments, each stored once for the rows that have it in common; all segments meet in one softmax. What a query
+// gives does not depend on how many rows and threads there are. Built once for each instruction set, see vectors.h.
 
 #include "attention.h"
 
 namespace {
 
-constexpr int QUERIES = 6;                       // whose sums over COLUMNS registers of values registers can hold
+constexpr int QUERIES = 6; // whose sums over COLUMNS registers of values registers can hold
 constexpr int COLUMNS = HAS_32_REGISTERS ? 4 : 2;
-constexpr int64_t AHEAD = 2 * WIDTH;             // keys or values after the present one that are fetched meanwhile
+constexpr int64_t AHEAD = 2 * WIDTH; // keys or values after the present one that are fetched meanwhile
 
 // A mask of less leaves nothing of a weight.
 template <typename T>
@@ -19,8 +18,8 @@ constexpr float HIDES = -1e30f;
 template <>
 constexpr float HIDES<Fp16> = -65503; // fp16 goes down to -65504
 
-// What is fetched while key or value n of a head is used: that which is AHEAD of it, or those of the next heads behind the
-// last one.
+// What is fetched while key or value n of a head is used: that which is AHEAD of it, or those of the next heads behind
+// the last one.
 template <typename T>
 struct Ahead {
     const T *of_head;
@@ -82,7 +81,8 @@ void multiply_keys(const typename Dot<T>::Query *queries, int64_t count, const T
                 for (int64_t j = 0; j < wide; j++) {
                     Vector lanes{};
                     for (int64_t d = 0; d < steps; d += STEP) Dot<T>::add(lanes, query + d, block + j * stride + d);
-                    for (int64_t d = steps; d < whole; d += WIDTH) lanes += load(block + j * stride + d) * load(query + d);
+                    for (int64_t d = steps; d < whole; d += WIDTH)
+                        lanes += load(block + j * stride + d) * load(query + d);
                     found[j] = total(lanes);
                 }
             }
@@ -119,7 +119,8 @@ void multiply_values(const float *weights, int64_t weights_stride, int64_t count
         with_constant<QUERIES>(std::min<int64_t>(QUERIES, count - q), [&](auto some) {
             int64_t d = 0;
             for (; d + COLUMNS * WIDTH <= width; d += COLUMNS * WIDTH, ahead.of_head += COLUMNS * WIDTH)
-                add_values<T, some, COLUMNS>(weights, weights_stride, values + d, stride, length, sums + d, width, ahead);
+                add_values<T, some, COLUMNS>(weights, weights_stride, values + d, stride, length, sums + d, width,
+                                             ahead);
             for (; d + WIDTH <= width; d += WIDTH, ahead.of_head += WIDTH)
                 add_values<T, some, 1>(weights, weights_stride, values + d, stride, length, sums + d, width, ahead);
             for (; d < width; d++)
@@ -178,8 +179,8 @@ inline void store_output(const float *sums, float total, T *output, int64_t widt
     for (; d < width; d++) store(total == 0 ? 0.0f : sums[d] / total, output + d);
 }
 
-// The rows that have a copy of the segment with the fewest (`least`) copies in common, and the query heads of one head of
-// its keys.
+// The rows that have a copy of the segment with the fewest (`least`) copies in common, and the query heads of one head
+// of its keys.
 template <typename T>
 void attend(const Attention<T> &of, int64_t least, int64_t unit, std::vector<float> &memory) {
     const int64_t copy = unit / of.kv_heads, head = unit % of.kv_heads;
@@ -196,7 +197,8 @@ void attend(const Attention<T> &of, int64_t least, int64_t unit, std::vector<flo
     // whole, in which sums have another order.
     const int64_t last = keys - of.segments.back().length;
     int64_t seen = of.mask_type == NONE ? keys : last;
-    for (int64_t q = 0; q < count && seen < keys; q++) seen = std::max(seen, seen_by(of, place(q, of.mask_strides), keys));
+    for (int64_t q = 0; q < count && seen < keys; q++)
+        seen = std::max(seen, seen_by(of, place(q, of.mask_strides), keys));
     seen = std::min(keys, last + (seen - last + WIDTH - 1) / WIDTH * WIDTH);
     const auto for_copies = [&](const auto &multiply) { // of each segment, with the queries that see the copy
         int64_t start = 0;
@@ -210,7 +212,8 @@ void attend(const Attention<T> &of, int64_t least, int64_t unit, std::vector<flo
             start += length;
         }
     };
-    for (int64_t q = 0; q < count; q++) copy_query(of.query + place(q, of.query_strides), queries + q * of.width, of.width);
+    for (int64_t q = 0; q < count; q++)
+        copy_query(of.query + place(q, of.query_strides), queries + q * of.width, of.width);
     for_copies([&](const Segment<T> &segment, int64_t number, int64_t first, int64_t each, float *part) {
         const T *keys = segment.keys.at(number, head);
         multiply_keys(queries + first * of.width, each, keys, segment.keys.of_position, segment.length, of.width, part,

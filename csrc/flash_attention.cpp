@@ -1,23 +1,23 @@
 // Attention of many queries, as of a prompt or an encoder, in fp32, bf16 and fp16 with sums in fp32: blocks of keys and
 // an online softmax, as in FlashAttention (Dao et al., 2022, algorithm 1).
 //
-// A block of keys and values is packed once for a chunk of queries, and meets a tile of them at a time, whose scores stay
-// in the first cache. What a mask hides from a whole tile is not computed: of a causal one nearly half. What a query gives
-// does not depend on how many rows and threads there are. Segments of keys are those of few_queries.cpp.
+// A block of keys and values is packed once for a chunk of queries, and meets a tile of them at a time, whose scores
+// stay in the first cache. What a mask hides from a whole tile is not computed: of a causal one nearly half. What a
+// query gives does not depend on how many rows and threads there are. Segments of keys are those of few_queries.cpp.
 // Built once for each instruction set, see vectors.h.
 
 #include "attention.h"
 
 namespace {
 
-constexpr int QUERIES = HAS_32_REGISTERS ? 12 : 6; // of a tile, whose sums over the columns of a panel registers can hold
-constexpr int COLUMNS = 2;                    // registers of a panel
-constexpr int64_t PANEL = COLUMNS * WIDTH;    // keys, or columns of values, that lie together where they are packed
-constexpr int64_t BLOCK = 128;                // keys that are packed at a time
-constexpr int64_t MAX_CHUNK = 44 * QUERIES;   // queries that they meet
-constexpr int64_t MIN_CHUNK = 8 * QUERIES;    // of fewer, packing takes too large a part
-constexpr int64_t UNITS = 4;                  // for each thread, where that leaves chunks large enough
-constexpr int64_t AHEAD = 12;                 // rows of memory that are fetched while one is packed
+constexpr int QUERIES = HAS_32_REGISTERS ? 12 : 6; // of a tile, whose sums of a panel registers can hold
+constexpr int COLUMNS = 2;                         // registers of a panel
+constexpr int64_t PANEL = COLUMNS * WIDTH;  // keys, or columns of values, that lie together where they are packed
+constexpr int64_t BLOCK = 128;              // keys that are packed at a time
+constexpr int64_t MAX_CHUNK = 44 * QUERIES; // queries that they meet
+constexpr int64_t MIN_CHUNK = 8 * QUERIES;  // of fewer, packing takes too large a part
+constexpr int64_t UNITS = 4;                // for each thread, where that leaves chunks large enough
+constexpr int64_t AHEAD = 12;               // rows of memory that are fetched while one is packed
 
 inline int64_t in_panels(int64_t count) { return (count + PANEL - 1) / PANEL * PANEL; }
 
@@ -28,9 +28,10 @@ template <typename T>
 struct Floats {
     typedef T Number;
     typedef float Element;
-    typedef Vector Part; // a register of elements
-    static constexpr int64_t OF = 1; // numbers in an element
+    typedef Vector Part;                // a register of elements
+    static constexpr int64_t OF = 1;    // numbers in an element
     static constexpr int TERMS = EXACT; // of a weight
+
     static void pack_row(const T *numbers, int64_t count, Element *to) { // neighbours are summed up
         for (int64_t d = 0; d < count; d++) to[d] = to_float(numbers[d]);
     }
@@ -55,9 +56,7 @@ struct Paired {
         memcpy(to, numbers, count * sizeof *numbers);
     }
     static Element pack(const Bf16 *one, const Bf16 *other) { return one->bits | (uint32_t)other->bits << 16; }
-    static void pack_part(const Bf16 *one, const Bf16 *other, Element *to) {
-        store_pairs(pairs_of(one, other), to);
-    }
+    static void pack_part(const Bf16 *one, const Bf16 *other, Element *to) { store_pairs(pairs_of(one, other), to); }
     static Part all(const Element *element) { return in_all_lanes(*element); }
     static Part load_part(const Element *elements) { return load_pairs(elements); }
     static void add(Vector &sum, Part one, Part other) { add_products(sum, one, other); }
@@ -91,12 +90,12 @@ struct Packed {
     typedef typename F::Element Element;
     typedef typename F::Number Number;
 
-    int64_t depth, columns;                      // elements of a query; numbers of a value, in whole panels
-    std::vector<Element> queries, keys, values;  // [chunk][depth]; panels [depth][PANEL]; panels [BLOCK / OF][PANEL]
-    std::vector<Element> line;                   // of a key
-    std::vector<float> sums, most, totals;       // [chunk][columns]; of a query the largest score, the sum of weights
-    std::vector<int64_t> positions, masks;       // of a query; where its mask begins
-    std::vector<Number> zeros;                   // as long as a key or a value
+    int64_t depth, columns;                     // elements of a query; numbers of a value, in whole panels
+    std::vector<Element> queries, keys, values; // [chunk][depth]; panels [depth][PANEL]; panels [BLOCK / OF][PANEL]
+    std::vector<Element> line;                  // of a key
+    std::vector<float> sums, most, totals;      // [chunk][columns]; of a query the largest score, the sum of weights
+    std::vector<int64_t> positions, masks;      // of a query; where its mask begins
+    std::vector<Number> zeros;                  // as long as a key or a value
 
     void make_room(const Attention<Number> &of, int64_t chunk) {
         depth = (of.width + F::OF - 1) / F::OF, columns = in_panels(of.value_width);
@@ -148,7 +147,8 @@ bool sees_any(const Attention<T> &of, int64_t start, int64_t position, int64_t f
     };
     const auto any_by = [&](auto step) {
         if (of.mask_type == BOOLS) return any(step, (const uint8_t *)of.mask, [](uint8_t one) { return one != 0; });
-        if (of.mask_type == FLOATS) return any(step, (const float *)of.mask, [](float one) { return !(one == HIDDEN); });
+        if (of.mask_type == FLOATS)
+            return any(step, (const float *)of.mask, [](float one) { return !(one == HIDDEN); });
         return any(step, (const T *)of.mask, [](T one) { return !(to_float(one) == HIDDEN); });
     };
     return of.mask_strides[3] == 1 ? any_by(std::integral_constant<int64_t, 1>()) : any_by(of.mask_strides[3]);
@@ -190,7 +190,8 @@ void attend_tile(const Attention<typename F::Number> &of, Packed<F> &packed, int
         float &most = packed.most[first + r], &total_of_all = packed.totals[first + r];
         const float before = most, found = largest(lanes);
         if (found > most) most = found;
-        const float less = most > HIDDEN ? most : 0; // where all are hidden, weights are 0, and NaN of what is no number
+        // Where all are hidden, weights are 0, and NaN of what is no number.
+        const float less = most > HIDDEN ? most : 0;
         for (int64_t n = from; n < to; n += WIDTH) {
             const Vector some = exp_of<F::TERMS>(load(of_query + n) - less);
             sum += some;
@@ -213,8 +214,8 @@ void attend_tile(const Attention<typename F::Number> &of, Packed<F> &packed, int
 
 // Fetches part `number` of `parts` of the keys and values, which are the next to be packed.
 template <typename T>
-void fetch(const Segment<T> &segment, const T *keys, const T *values, int64_t length, int64_t width, int64_t value_width,
-           int64_t number, int64_t parts) {
+void fetch(const Segment<T> &segment, const T *keys, const T *values, int64_t length, int64_t width,
+           int64_t value_width, int64_t number, int64_t parts) {
     for (int64_t n = length * number / parts; n < length * (number + 1) / parts; n++) {
         fetch_row(keys + n * segment.keys.of_position, width);
         fetch_row(values + n * segment.values.of_position, value_width);
@@ -249,10 +250,10 @@ void attend_chunk(const Attention<typename F::Number> &of, Packed<F> &packed, in
             keys += length * segment.keys.of_position, values += length * segment.values.of_position;
             for (int64_t first = 0; first < count; first += QUERIES) {
                 if (next > 0)
-                    fetch(segment, keys, values, next, of.width, of.value_width, first / QUERIES, (count - 1) / QUERIES + 1);
-                with_constant<QUERIES>(std::min<int64_t>(QUERIES, count - first), [&](auto some) {
-                    attend_tile<F, some>(of, packed, first, start + n, length);
-                });
+                    fetch(segment, keys, values, next, of.width, of.value_width, first / QUERIES,
+                          (count - 1) / QUERIES + 1);
+                with_constant<QUERIES>(std::min<int64_t>(QUERIES, count - first),
+                                       [&](auto some) { attend_tile<F, some>(of, packed, first, start + n, length); });
             }
         }
         start += segment.length;
@@ -285,7 +286,8 @@ extern "C" void fastgen_flash_attention(void *const *pointers, const int64_t *si
     attend_all<Floats<float>>({pointers, sizes, scale}, threads);
 }
 
-extern "C" void fastgen_flash_attention_bf16(void *const *pointers, const int64_t *sizes, float scale, int32_t threads) {
+extern "C" void fastgen_flash_attention_bf16(void *const *pointers, const int64_t *sizes, float scale,
+                                             int32_t threads) {
 #ifdef HAS_BF16_DOTS
     attend_all<Paired>({pointers, sizes, scale}, threads);
 #else
@@ -293,6 +295,7 @@ extern "C" void fastgen_flash_attention_bf16(void *const *pointers, const int64_
 #endif
 }
 
-extern "C" void fastgen_flash_attention_fp16(void *const *pointers, const int64_t *sizes, float scale, int32_t threads) {
+extern "C" void fastgen_flash_attention_fp16(void *const *pointers, const int64_t *sizes, float scale,
+                                             int32_t threads) {
     attend_all<Floats<Fp16>>({pointers, sizes, scale}, threads);
 }

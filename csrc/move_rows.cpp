@@ -3,8 +3,8 @@
 
 #include "vectors.h"
 
-// states: of layers, rows and heads, which are strides[0], [1] and [2] bytes apart, and `bytes` of each. Row i becomes what
-// row source[i] was.
+// states: of layers, rows and heads, which are strides[0], [1] and [2] bytes apart, and `bytes` of each. Row i becomes
+// what row source[i] was.
 extern "C" void fastgen_move_rows(char *states, const int64_t *source, const int64_t *strides, int64_t layers,
                                   int64_t rows, int64_t heads, int64_t bytes, int32_t threads) {
     std::vector<int64_t> moving;

@@ -14,38 +14,37 @@ constexpr int64_t kWindowsPerThread = 1 << 17;
 
 template <typename Token>
 struct Sequence {
-    const Token* first;
+    const Token *first;
     int64_t stride;
 
     Token operator[](int64_t i) const { return first[i * stride]; }
 };
 
 template <typename Length>
-int64_t length_of(const NGramProblem& p, int64_t row) {
-    const int64_t length = static_cast<const Length*>(p.lengths)[row * p.lengths_stride];
+int64_t length_of(const NGramProblem &p, int64_t row) {
+    const int64_t length = static_cast<const Length *>(p.lengths)[row * p.lengths_stride];
     return std::clamp<int64_t>(length, 0, p.width);
 }
 
-int64_t length_of(const NGramProblem& p, int64_t row) {
+int64_t length_of(const NGramProblem &p, int64_t row) {
     if (!p.lengths) return p.width;
     return p.length_bytes == 4 ? length_of<int32_t>(p, row) : length_of<int64_t>(p, row);
 }
 
 template <typename Token, typename Score>
-void ban_in_row(const NGramProblem& p, int64_t row) {
+void ban_in_row(const NGramProblem &p, int64_t row) {
     const int64_t length = length_of(p, row);
     const int64_t prefix_size = p.ngram_size - 1;
-    const Sequence<Token> tokens{static_cast<const Token*>(p.tokens) + row * p.token_row_stride, p.token_stride};
+    const Sequence<Token> tokens{static_cast<const Token *>(p.tokens) + row * p.token_row_stride, p.token_stride};
     const Sequence<Token> source =
-        p.source ? Sequence<Token>{static_cast<const Token*>(p.source) +
-                                       row / p.rows_per_source * p.source_row_stride,
+        p.source ? Sequence<Token>{static_cast<const Token *>(p.source) + row / p.rows_per_source * p.source_row_stride,
                                    p.source_stride}
                  : tokens;
     const int64_t windows = (p.source ? p.source_width : length) - prefix_size;
     if (length < prefix_size || windows <= 0) return;
 
     const Sequence<Token> prefix{tokens.first + (length - prefix_size) * tokens.stride, tokens.stride};
-    Score* scores = static_cast<Score*>(p.scores) + row * p.score_row_stride;
+    Score *scores = static_cast<Score *>(p.scores) + row * p.score_row_stride;
     const auto ban = [&](int64_t window) {
         const int64_t token = source[window + prefix_size];
         if (token >= 0 && token < p.vocabulary_size) {
@@ -66,27 +65,26 @@ void ban_in_row(const NGramProblem& p, int64_t row) {
 }
 
 template <typename Token, typename Score>
-void ban_in_rows(const NGramProblem& p, int64_t begin, int64_t end) {
+void ban_in_rows(const NGramProblem &p, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) ban_in_row<Token, Score>(p, row);
 }
 
-using BanInRows = void (*)(const NGramProblem&, int64_t, int64_t);
+using BanInRows = void (*)(const NGramProblem &, int64_t, int64_t);
 
-BanInRows implementation_for(const NGramProblem& p) {
+BanInRows implementation_for(const NGramProblem &p) {
     if (p.token_bytes == 4) {
         return p.score_bytes == 2 ? ban_in_rows<int32_t, uint16_t> : ban_in_rows<int32_t, uint32_t>;
     }
     return p.score_bytes == 2 ? ban_in_rows<int64_t, uint16_t> : ban_in_rows<int64_t, uint32_t>;
 }
 
-}  // namespace
+} // namespace
 
-extern "C" void fastgen_no_repeat_ngram_cpu(const NGramProblem* problem, int32_t max_threads) {
-    const NGramProblem& p = *problem;
+extern "C" void fastgen_no_repeat_ngram_cpu(const NGramProblem *problem, int32_t max_threads) {
+    const NGramProblem &p = *problem;
     const BanInRows ban = implementation_for(p);
     const int64_t windows = p.rows * (p.source ? p.source_width : p.width);
-    const int64_t threads =
-        std::max<int64_t>(1, std::min({int64_t{max_threads}, p.rows, windows / kWindowsPerThread}));
+    const int64_t threads = std::max<int64_t>(1, std::min({int64_t{max_threads}, p.rows, windows / kWindowsPerThread}));
 
     std::vector<std::thread> others;
     int64_t begin = 0;
@@ -96,9 +94,9 @@ extern "C" void fastgen_no_repeat_ngram_cpu(const NGramProblem* problem, int32_t
             others.emplace_back(ban, std::cref(p), begin, end);
             begin = end;
         }
-    } catch (const std::system_error&) {
+    } catch (const std::system_error &) {
         // The system grants no more threads: this one takes what is left.
     }
     ban(p, begin, p.rows);
-    for (std::thread& other : others) other.join();
+    for (std::thread &other : others) other.join();
 }

@@ -9,33 +9,33 @@ extern "C" {
 
 struct NGramProblem {
     // [rows, vocabulary_size]; strides count elements.
-    void* scores;
+    void *scores;
     int64_t rows;
     int64_t vocabulary_size;
     int64_t score_row_stride;
     int64_t score_stride;
 
     // [rows, width], of which each row's first `length` tokens are valid.
-    const void* tokens;
+    const void *tokens;
     int64_t width;
     int64_t token_row_stride;
     int64_t token_stride;
 
     // Whose n-grams are banned: [rows / rows_per_source, source_width]. Null: those of `tokens`.
-    const void* source;
+    const void *source;
     int64_t source_width;
     int64_t source_row_stride;
     int64_t source_stride;
     int64_t rows_per_source;
 
     // One length per row (lengths_stride 1), one for all (0), or null: `width`. Read where the kernel runs.
-    const void* lengths;
+    const void *lengths;
     int64_t lengths_stride;
 
     int64_t ngram_size;
-    int32_t score_bytes;   // 2 or 4
-    int32_t token_bytes;   // 4 or 8
-    int32_t length_bytes;  // 4 or 8
+    int32_t score_bytes;  // 2 or 4
+    int32_t token_bytes;  // 4 or 8
+    int32_t length_bytes; // 4 or 8
     uint32_t minus_infinity;
 };
 }

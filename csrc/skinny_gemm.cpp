@@ -1,10 +1,10 @@
-// rows @ weight^T + bias for a few rows and weights larger than the caches: what a decode step does; and what often comes
-// next, the larger of it and 0, or its sum with other rows. In fp32, and in bf16 and fp16 with sums in fp32.
+// rows @ weight^T + bias for a few rows and weights larger than the caches: what a decode step does; and what often
+// comes next, the larger of it and 0, or its sum with other rows. In fp32, and in bf16 and fp16 with sums in fp32.
 //
 // Libraries for large matrices pack a weight before they use it, which costs as much as such a product. Here it is read
 // once, as it lies in memory; while one part is used, the next is fetched, so that reading costs no time of its own
-// where there is enough to compute. Each sum is made in the same order, however many rows, columns and threads there are.
-// Built once for each instruction set, see vectors.h.
+// where there is enough to compute. Each sum is made in the same order, however many rows, columns and threads there
+// are. Built once for each instruction set, see vectors.h.
 
 #include "vectors.h"
 
@@ -12,8 +12,8 @@ namespace {
 
 constexpr int DOTS = HAS_32_REGISTERS ? 6 : 3;       // weights whose dot products with ROWS rows registers can hold
 constexpr int MOST_ROWS = HAS_32_REGISTERS ? 12 : 6; // rows whose sums over 2 registers' columns registers can hold
-constexpr int64_t MAX_ROWS = 64;                // that meet a weight while it is in the first cache
-constexpr int64_t STREAM_ROWS = 3;              // so few are computed faster than memory gives the weight
+constexpr int64_t MAX_ROWS = 64;                     // that meet a weight while it is in the first cache
+constexpr int64_t STREAM_ROWS = 3;                   // so few are computed faster than memory gives the weight
 
 // ---- formats: how registers of numbers are multiplied
 
@@ -67,8 +67,8 @@ struct Product {
     int64_t row_count, in_features, out_features;
     bool is_transposed, is_rectified;
 
-    // What goes into the output at `place`, and WIDE - 1 numbers behind it. The sum is rounded before others are added to
-    // it, as if it had been stored.
+    // What goes into the output at `place`, and WIDE - 1 numbers behind it. The sum is rounded before others are added
+    // to it, as if it had been stored.
     template <int WIDE>
     void finish(Eight numbers, int64_t place) const {
         if (is_rectified) numbers = numbers < 0 ? Eight{} : numbers;
@@ -107,7 +107,8 @@ template <int R, int W>
 inline void store_totals(const Vector (&sums)[R][W], float *totals) {
     for (int first = 0; first < R * W; first += WIDTH) {
         Vector lanes[WIDTH];
-        for (int i = 0; i < WIDTH; i++) lanes[i] = first + i < R * W ? sums[(first + i) / W][(first + i) % W] : Vector{};
+        for (int i = 0; i < WIDTH; i++)
+            lanes[i] = first + i < R * W ? sums[(first + i) / W][(first + i) % W] : Vector{};
         sum_up(lanes);
         *(Vector *)(totals + first) = lanes[0];
     }
@@ -164,9 +165,9 @@ inline void add_dots_of_rows(const Dots<F> &dots, int64_t count) {
     if (row < count) with_constant<ROWS>(count - row, [&](auto r) { add_dots<F, r, W, 0>(dots, row); });
 }
 
-// Translates the addresses of the pages behind a part of the weight that is read next, PAGES of them at once. A page that
-// is not in the TLB is looked up in memory, and all instructions behind its first fetch wait for that. Where memory is
-// the limit anyway this gains nothing.
+// Translates the addresses of the pages behind a part of the weight that is read next, PAGES of them at once. A page
+// that is not in the TLB is looked up in memory, and all instructions behind its first fetch wait for that. Where
+// memory is the limit anyway this gains nothing.
 inline void translate_pages(const void *part, int64_t bytes) {
     constexpr uintptr_t PAGE = 4096, PAGES = 8, BATCH = PAGES * PAGE;
     const uintptr_t begin = (uintptr_t)part + BATCH, end = begin + bytes;
@@ -197,7 +198,7 @@ inline void multiply_weights(const Product<F> &product, int64_t n) {
     const int64_t block = block_bytes(product.row_count) / sizeof(typename F::Number);
     if (product.row_count > STREAM_ROWS) translate_pages(product.weight + n * in, W * in * sizeof(typename F::Number));
     Vector sums[MAX_ROWS * W];
-    float totals[MAX_ROWS * W + std::max(WIDTH, 8)]; // registers are stored and read, whatever is behind a row's numbers
+    float totals[MAX_ROWS * W + std::max(WIDTH, 8)]; // whole registers are stored, and eight numbers read
     for (int64_t k = 0; k == 0 || k < whole; k += block) {
         const typename F::Number *weight = product.weight + n * in + k;
         const int64_t length = std::min(block, whole - k);
@@ -223,13 +224,13 @@ constexpr int64_t FEW_BLOCK = 8;          // rows of the weight of which all col
 
 template <class F>
 struct Sums {
-    const typename F::Row *rows;             // as in Dots
+    const typename F::Row *rows; // as in Dots
     const typename F::Number *weight, *next;
     int64_t in_features, weight_stride, next_stride;
-    int64_t length;                          // rows of the weight in the block
-    float *sums;                             // [rows][sums_stride]
+    int64_t length; // rows of the weight in the block
+    float *sums;    // [rows][sums_stride]
     int64_t sums_stride;
-    typename F::Part *copy;                  // the tile's part of the weight
+    typename F::Part *copy; // the tile's part of the weight
 };
 
 enum Copy { NONE, WRITE, READ };
@@ -314,10 +315,10 @@ void multiply_with_columns(const Product<F> &product, int64_t from, int64_t to) 
             for (; j < wide; j++)
                 for (int64_t i = 0; i < product.row_count; i++)
                     for (int64_t q = 0; q < length; q++)
-                        sums[i * panel + j] +=
-                            to_float(product.rows[i * in + k + q]) * to_float(weight[q * out + j]);
+                        sums[i * panel + j] += to_float(product.rows[i * in + k + q]) * to_float(weight[q * out + j]);
         }
-        for (int64_t i = 0; i < product.row_count; i++) finish_sums(product, sums.data() + i * panel, i * out + n, wide);
+        for (int64_t i = 0; i < product.row_count; i++)
+            finish_sums(product, sums.data() + i * panel, i * out + n, wide);
     }
 }
 
@@ -377,13 +378,15 @@ extern "C" void fastgen_skinny_gemm_bf16(const Bf16 *rows, const Bf16 *weight, c
         return multiply_in<Paired>(threads, {rows, weight, bias, added, output, row_count, in_features, out_features,
                                              is_transposed != 0, is_rectified != 0});
 #endif
-    multiply_widened<Bf16>(threads, rows, {nullptr, weight, bias, added, output, row_count, in_features, out_features,
-                                           is_transposed != 0, is_rectified != 0});
+    multiply_widened<Bf16>(threads, rows,
+                           {nullptr, weight, bias, added, output, row_count, in_features, out_features,
+                            is_transposed != 0, is_rectified != 0});
 }
 
 extern "C" void fastgen_skinny_gemm_fp16(const Fp16 *rows, const Fp16 *weight, const Fp16 *bias, const Fp16 *added,
                                          Fp16 *output, int64_t row_count, int64_t in_features, int64_t out_features,
                                          int32_t is_transposed, int32_t is_rectified, int32_t threads) {
-    multiply_widened<Fp16>(threads, rows, {nullptr, weight, bias, added, output, row_count, in_features, out_features,
-                                           is_transposed != 0, is_rectified != 0});
+    multiply_widened<Fp16>(threads, rows,
+                           {nullptr, weight, bias, added, output, row_count, in_features, out_features,
+                            is_transposed != 0, is_rectified != 0});
 }

@@ -1,6 +1,6 @@
 // Registers of numbers, and threads, for the kernels of few rows. Built once for each instruction set, with WIDTH: the
-// floats in one of its registers, 4 (NEON), 8 (AVX2, FMA) or 16 (AVX-512). What instruction sets have of their own is in
-// this file alone: conversions to and from fp16, and dot products of bf16.
+// floats in one of its registers, 4 (NEON), 8 (AVX2, FMA) or 16 (AVX-512). What instruction sets have of their own is
+// in this file alone: conversions to and from fp16, and dot products of bf16.
 
 #pragma once
 
@@ -28,7 +28,7 @@ OF_THIS_LIBRARY int (*thread_count)() = nullptr;
 
 namespace {
 
-constexpr int64_t CACHE_LINE = 64;              // bytes
+constexpr int64_t CACHE_LINE = 64;            // bytes
 constexpr bool HAS_32_REGISTERS = WIDTH != 8; // AVX2 has 16
 
 typedef float Vector __attribute__((vector_size(WIDTH * sizeof(float)), aligned(sizeof(float)), may_alias));
@@ -167,7 +167,7 @@ inline void store(float number, Fp16 *to) {
 typedef __fp16 EightFp16 __attribute__((vector_size(8 * sizeof(__fp16))));
 
 inline EightHalves in_format(const Eight &numbers, const Fp16 *) {
-    return (EightHalves)__builtin_convertvector(numbers, EightFp16);
+    return (EightHalves) __builtin_convertvector(numbers, EightFp16);
 }
 
 inline Eight from_format(const EightHalves &stored, const Fp16 *) {

@@ -1,11 +1,11 @@
-// Calls kernels of csrc/ as a file says and writes down what they have written: for CPUs that tests have in an emulator,
-// and for sanitizers. kernel_cases.py writes the file and compares the results.
+// Calls kernels of csrc/ as a file says and writes down what they have written: for CPUs that tests have in an
+// emulator, and for sanitizers. kernel_cases.py writes the file and compares the results.
 //
 //     driver CASES RESULTS
 //
 // CASES: int64 numbers and bytes. For each case the number of characters in the kernel's name, and these; the number of
-// blocks of memory; of each its size, its bytes, the number of addresses in it, and for each of these where it lies, and
-// the block and byte that it is of; the number of arguments, and of each its kind, and two numbers; the number of
+// blocks of memory; of each its size, its bytes, the number of addresses in it, and for each of these where it lies,
+// and the block and byte that it is of; the number of arguments, and of each its kind, and two numbers; the number of
 // outputs, and which blocks these are. RESULTS: the bytes of the outputs.
 
 #include "no_repeat_ngram.h"
@@ -118,9 +118,14 @@ Call call_of(void (*kernel)(T...)) {
 #define ENTRY(kernel) {#kernel, call_of(kernel)}
 #define ENTRIES(kernel) ENTRY(kernel), ENTRY(kernel##_bf16), ENTRY(kernel##_fp16)
 const std::map<std::string, Call> KERNELS = {
-    ENTRIES(fastgen_skinny_gemm), ENTRIES(fastgen_few_queries), ENTRIES(fastgen_flash_attention),
-    ENTRIES(fastgen_rms_norm),    ENTRY(fastgen_lookup),        ENTRY(fastgen_move_rows),
-    ENTRY(fastgen_beam_top_k),    ENTRY(fastgen_no_repeat_ngram_cpu),
+    ENTRIES(fastgen_skinny_gemm),
+    ENTRIES(fastgen_few_queries),
+    ENTRIES(fastgen_flash_attention),
+    ENTRIES(fastgen_rms_norm),
+    ENTRY(fastgen_lookup),
+    ENTRY(fastgen_move_rows),
+    ENTRY(fastgen_beam_top_k),
+    ENTRY(fastgen_no_repeat_ngram_cpu),
 };
 
 std::vector<Block> read_blocks(Input &input) {

@@ -60,8 +60,9 @@ counted on more lines of the same rules.
 
 `BartForConditionalGeneration`, 3 encoder and 3 decoder layers, width 128, 4 heads, {measured.parameters:,} parameters;
 one embedding table of {measured.vocab_size} tokens for source, target and output; positions are fixed sines. The
-tokenizer is a byte-level BPE that splits numbers into single digits. Weights are stored as float16 and loaded as
-float32. Sources have at most 256 tokens, outputs at most 160.
+tokenizer is a byte-level BPE that splits numbers into single digits. Weights have 8 bits, which a power of
+two for each row scales; they are stored as float16, which a wheel compresses to that, and loaded as float32. Sources
+have at most 256 tokens, outputs at most 160.
 
 ## Training
 

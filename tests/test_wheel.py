@@ -1,40 +1,32 @@
-"""One wheel serves all versions of Python: its kernels load and compute in each that is here, without a compiler."""
+"""One wheel serves all versions of Python: installed without a compiler, its kernels compute in each that is here."""
+
+from __future__ import annotations
 
 import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
+from kernel_builds import NATIVE
+from kernel_cases import all_cases, run_cases
 from python_process import REPOSITORY
 
+from fastgen.ops import simd
+
 OLDEST = (3, 10)
-# Loads each kernel with ctypes, as fastgen does, and normalizes two rows with those that this CPU can run.
-LOADS = """
-import ctypes, pathlib, sys
-site, flags = pathlib.Path(sys.argv[1]), pathlib.Path("/proc/cpuinfo").read_text().split()
-needs = {"_x86_avx2": "avx2", "_x86_avx512": "avx512f", "_x86_avx512_bf16": "avx512_bf16"}
-for path in sorted(site.rglob("*.so")):
-    library, instructions = ctypes.CDLL(str(path)), needs.get(path.stem)
-    if instructions in flags:
-        library.fastgen_threads(None, None, None)
-        rows, weight, output = (ctypes.c_float * 8)(*range(8)), (ctypes.c_float * 4)(1, 2, 3, 4), (ctypes.c_float * 8)()
-        norm = library.fastgen_rms_norm
-        norm.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2 + [ctypes.c_float, ctypes.c_int32]
-        norm(rows, weight, output, 2, 4, 0.0, 1)
-        for row in range(2):
-            values = rows[4 * row : 4 * row + 4]
-            scale = (sum(value * value for value in values) / 4) ** -0.5
-            expected = [value * scale * factor for value, factor in zip(values, weight)]
-            assert all(abs(a - b) < 1e-5 for a, b in zip(output[4 * row : 4 * row + 4], expected))
-    print(path.stem)
-"""
+MAX_BYTES = 3_000_000
+PLAYER = REPOSITORY / "tests" / "helpers" / "kernel_player.py"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="other platforms have kernels of other names"),
+]
 
 
 def pythons() -> list[str]:
-    """The interpreters of pyenv that fastgen supports, or this one."""
+    """Returns the interpreters of pyenv that fastgen supports, or this one."""
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     versions = sorted(path for path in root.glob("3.*/bin/python") if _version(path) >= OLDEST)
     return [str(path) for path in versions] or [sys.executable]
@@ -44,41 +36,61 @@ def _version(path: Path) -> tuple[int, ...]:
     return tuple(int(part) for part in path.parents[1].name.split(".")[:2])
 
 
+def run(*command: object, **options: object) -> str:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, **options)
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that `make wheel` has made, if FASTGEN_WHEEL names it, or one made of the checkout."""
+    if ready := os.environ.get("FASTGEN_WHEEL"):
+        return Path(ready)
     folder = tmp_path_factory.mktemp("wheel")
     sources = folder / "sources"
-    ignored = shutil.ignore_patterns("*.so", "__pycache__")
     for name in ("fastgen", "csrc"):
-        shutil.copytree(REPOSITORY / name, sources / name, ignore=ignored)
+        shutil.copytree(REPOSITORY / name, sources / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(REPOSITORY / name, sources)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        folder,
-        sources,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"CUDA_HOME": str(folder)})
-    assert done.returncode == 0, done.stderr
+    options = "--no-deps", "--no-build-isolation", "--wheel-dir", folder
+    run(sys.executable, "-m", "pip", "wheel", *options, sources, env=os.environ | {"CUDA_HOME": str(folder)})
     (built,) = folder.glob("*.whl")
     return built
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="other platforms have kernels of other names")
+def installed(wheel: Path, python: str, folder: Path) -> Path:
+    """Returns where the wheel is after its installation into a new environment of this Python; no compiler is found."""
+    run(python, "-m", "venv", "--without-pip", folder)
+    own = folder / "bin" / "python"
+    options = "--quiet", "--no-deps", "--no-index"
+    run(sys.executable, "-m", "pip", "--python", own, "install", *options, wheel, env=os.environ | {"PATH": ""})
+    (site,) = folder.glob("lib/python3*/site-packages")
+    return site
+
+
+def test_a_wheel_is_for_all_pythons_and_small(wheel: Path) -> None:
+    assert "-py3-none-" in wheel.name
+    assert wheel.stat().st_size < MAX_BYTES
+
+
 def test_the_kernels_of_one_wheel_run_under_each_python(wheel: Path, tmp_path: Path) -> None:
-    assert "-py3-none-linux_" in wheel.name and wheel.stat().st_size < 4 << 20  # most of it the demo model
-    with zipfile.ZipFile(wheel) as packed:
-        packed.extractall(tmp_path)
-    kernels = {path.stem for path in tmp_path.rglob("*.so")}
-    assert "_cpu" in kernels
-    for python in pythons():
-        done = subprocess.run([python, "-c", LOADS, str(tmp_path)], capture_output=True, text=True)
-        assert done.returncode == 0, f"{python}: {done.stderr}"
-        assert set(done.stdout.split()) == kernels
+    for number, python in enumerate(pythons()):
+        site = installed(wheel, python, tmp_path / str(number))
+        ngrams = site / "fastgen/ops/no_repeat_ngram/_cpu.so"
+        for instructions in filter(simd._LIBRARIES.get, NATIVE):
+            library = site / f"fastgen/ops/{simd._LIBRARIES[instructions]}.so"
+            cases = all_cases()
+            run_cases([tmp_path / str(number) / "bin/python", PLAYER, library, ngrams], cases, tmp_path)
+            for case in cases:
+                case.check()
+
+
+def test_the_installed_wheel_says_which_build_runs(wheel: Path, tmp_path: Path) -> None:
+    """With the torch and the transformers of this Python, from a folder that is no checkout."""
+    site = installed(wheel, sys.executable, tmp_path / "here")
+    (site / "packages.pth").write_text("".join(f"{path}\n" for path in sys.path if path.endswith("site-packages")))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    report = run(tmp_path / "here/bin/python", "-m", "fastgen", cwd=tmp_path, env=environment)
+    assert f"C++ kernels: built for {simd.instructions()}\n" in report
+    assert "runs from the source tree" not in report

@@ -1,0 +1,82 @@
+"""Shows that the version can be released: `make release-check`, or `make release-check TAG=v0.1.0` for a tag.
+
+CHANGELOG.md has an entry for the version of fastgen, dated if there is a tag, which names the same version; dist/ holds
+the sources and wheels of that version, and no others; README's command for transformers runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import fastgen  # noqa: E402
+
+MAX_WHEEL_BYTES = 3_000_000
+DISTRIBUTION = "fastgen_generate"
+
+
+def changelog_problems(text: str, version: str, tag: str) -> list[str]:
+    """Returns why the entries of a changelog and the tag, empty if there is none, do not fit the version."""
+    headings = re.findall(r"^## (\S+?), (.+)$", text, re.MULTILINE)
+    if not headings or headings[0][0] != version:
+        return [f"CHANGELOG.md begins with {headings[:1]} (accepted: an entry for {version})"]
+    if not tag:
+        return []
+    problems = [] if tag == f"v{version}" else [f"the tag is {tag} (accepted: v{version})"]
+    if not re.fullmatch(r"\d{1,2} [A-Z][a-z]+ 20\d\d", headings[0][1]):
+        problems.append(f"CHANGELOG.md dates {version} {headings[0][1]!r} (accepted: a date, as 1 December 2026)")
+    return problems
+
+
+def distribution_problems(folder: Path, version: str) -> list[str]:
+    """Returns why the files in the folder are not those of a release: one archive of sources, and small wheels."""
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    sources = f"{DISTRIBUTION}-{version}.tar.gz"
+    wheel = re.compile(re.escape(f"{DISTRIBUTION}-{version}-py3-none-manylinux_2_28_") + r"(x86_64|aarch64)\.whl")
+    wheels = [name for name in sizes if wheel.fullmatch(name)]
+    problems = [f"{name} is none of {sources} and {wheel.pattern}" for name in sorted({*sizes} - {*wheels, sources})]
+    problems += [] if sources in sizes else [f"{folder} has no {sources}"]
+    problems += [] if wheels else [f"{folder} has no wheel"]
+    return problems + [
+        f"{name} has {sizes[name]} bytes (accepted: fewer than {MAX_WHEEL_BYTES})"
+        for name in wheels
+        if sizes[name] >= MAX_WHEEL_BYTES
+    ]
+
+
+def readme_problems(text: str) -> list[str]:
+    """Runs README's command for transformers with this Python, and returns why it failed."""
+    (command,) = re.findall(r"^fastgen-generate-for-transformers (demo .*)$", text, re.MULTILINE)
+    with tempfile.TemporaryDirectory() as folder:
+        words = [str(Path(folder, word)) if word == "out.txt" else word for word in shlex.split(command)]
+        program = "from fastgen.cli.transformers.command import main; main()"
+        done = subprocess.run([sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True)
+        lines = Path(folder, "out.txt").read_text().count("\n") if done.returncode == 0 else 0
+    expected = (ROOT / words[1]).read_text().count("\n")
+    if lines == expected:
+        return []
+    return [f"{command} ended with {done.returncode} and {lines} of {expected} lines: {done.stderr[-500:]}"]
+
+
+def main() -> None:
+    """Prints each problem; the exit status is 1 if there is one."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tag", default="", help="the tag that is released, such as v0.1.0")
+    tag = parser.parse_args().tag
+    problems = changelog_problems((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), fastgen.__version__, tag)
+    problems += distribution_problems(ROOT / "dist", fastgen.__version__)
+    problems += readme_problems((ROOT / "README.md").read_text(encoding="utf-8"))
+    print("\n".join(problems) or f"fastgen {fastgen.__version__} can be released")
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()

@@ -89,7 +89,7 @@ sanitize: $(VENV)/test.installed
 
 # What the tests of the kernels for aarch64 and those of clang's warnings need beside g++; without it they are skipped.
 emulator:
-	apt-get install --yes g++-aarch64-linux-gnu qemu-user clang
+	apt-get update --quiet && apt-get install --yes g++-aarch64-linux-gnu qemu-user clang
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .

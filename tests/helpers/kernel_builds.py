@@ -52,7 +52,7 @@ def _x86(width: int, *flags: str, compiler: str = "g++") -> Build:
 
 
 def _arm(*flags: str) -> Build:
-    """Linked statically, so that the emulator needs no libraries of that CPU."""
+    """Returns a build that is linked statically, so that the emulator needs no libraries of that CPU."""
     flags = ("-DWIDTH=4", *flags)
     return Build("g++", flags) if IS_ARM else Build("aarch64-linux-gnu-g++", (*flags, "-static"), ("qemu-aarch64",))
 

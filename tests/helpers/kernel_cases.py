@@ -76,7 +76,9 @@ def _recorded() -> Iterator[list[tuple[str, Sequence[Any], Sequence[Any]]]]:
     with (
         mock.patch.object(simd, "function", function),
         mock.patch.object(
-            ngram_kernels, "_cpu", lambda: lambda *of: calls.append(("fastgen_no_repeat_ngram_cpu", ngram_types, of))
+            ngram_kernels,
+            "_cpu",
+            lambda: lambda *them: calls.append(("fastgen_no_repeat_ngram_cpu", ngram_types, them)),
         ),
         torch_threads(3),
         torch.no_grad(),
@@ -113,7 +115,7 @@ def _products() -> Iterator[KernelCase]:
                     expected = expected if added is None else expected.to(dtype).double() + added.double()
                     inputs = [x for x in (states, weight, bias, added) if x is not None]
                     arguments = states, weight, bias, added, is_rectified
-                    yield _case(lambda of=arguments: skinny_gemm._skinny_linear(*of), inputs, expected)
+                    yield _case(lambda them=arguments: skinny_gemm._skinny_linear(*them), inputs, expected)
     weight = torch.ones(3, 64)
     weight[0, 5], weight[1, 7] = torch.nan, torch.inf
     states = torch.ones(2, 64)
@@ -121,16 +123,16 @@ def _products() -> Iterator[KernelCase]:
 
 
 def _attentions(count: int = 40) -> Iterator[KernelCase]:
-    chosen = random.Random(0)
+    draw = random.Random(0).choice
     for kernel, lengths, queries in (
         (few_queries, (1, 7, 8, 17, 31, 100), (1, 2)),
         (flash_attention, (32, 63, 129), (33, 65)),
     ):
         for seed in range(count):
-            copies, mask, dtype = chosen.choice(ALL_COPIES), chosen.choice(ALL_MASKS), chosen.choice(simd.DTYPES)
-            first, second, length = chosen.choice(lengths), chosen.choice(lengths), chosen.choice(queries)
-            widths, kv_heads = [chosen.choice(ALL_WIDTHS) for _ in range(2)], chosen.choice((1, 3))
-            groups = chosen.choice((1, 2)) if length < 65 else 1
+            copies, mask, dtype = draw(ALL_COPIES), draw(ALL_MASKS), draw(simd.DTYPES)
+            first, second, length = draw(lengths), draw(lengths), draw(queries)
+            widths, kv_heads = [draw(ALL_WIDTHS) for _ in range(2)], draw((1, 3))
+            groups = draw((1, 2)) if length < 65 else 1
             case = random_case(copies, (first, second, 3), groups, kv_heads, length, *widths, mask, dtype, seed=seed)
             yield _attention(kernel, *case)
         for dtype in simd.DTYPES:
@@ -165,7 +167,7 @@ def _norms() -> Iterator[KernelCase]:
             states, weight = torch.randn(rows, width).to(dtype), torch.randn(width).to(dtype)
             wide = states.double()
             expected = weight.double() * wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
-            yield _case(lambda of=(states, weight): rms_norm._rms_norm(*of, 1e-6), [states, weight], expected)
+            yield _case(lambda them=(states, weight): rms_norm._rms_norm(*them, 1e-6), [states, weight], expected)
 
 
 def _exact() -> Iterator[KernelCase]:
@@ -179,14 +181,14 @@ def _exact() -> Iterator[KernelCase]:
         moved, inputs = states[:, :, :, 1:6], [states, beam_idx]
         expected = states.clone()
         expected[:, :, :, 1:6] = moved.index_select(1, beam_idx)
-        yield _case(lambda of=(moved, beam_idx): move_rows._move([of[0]], of[1]), inputs, expected, is_exact=True)
+        yield _case(lambda them=([moved], beam_idx): move_rows._move(*them), inputs, expected, is_exact=True)
     for vocabulary, digits in ((200, 0), (256, None), (1001, 0)):
         log_probs = functional.log_softmax(3 * torch.randn(8, vocabulary), dim=-1)
         log_probs = log_probs if digits is None else log_probs.round(decimals=digits)
         beam_scores = -torch.rand(2, 4).cumsum(1)
         expected = beam_top_k.best_in_one_stage(log_probs, beam_scores, 8)
         inputs = [log_probs, beam_scores]
-        yield _case(lambda of=inputs: beam_top_k._choose(*of, 8), inputs, tuple(expected), is_exact=True)
+        yield _case(lambda them=inputs: beam_top_k._choose(*them, 8), inputs, tuple(expected), is_exact=True)
     for dtype in simd.DTYPES:
         for source in (None, torch.randint(0, 3, (2, 40))):
             scores, tokens = torch.randn(4, 20).to(dtype), torch.randint(0, 3, (4, 30), dtype=torch.int64)
@@ -194,7 +196,7 @@ def _exact() -> Iterator[KernelCase]:
             expected, arguments = scores.clone(), (tokens, scores, 3, lengths, source)
             reference.ban(tokens, expected, *arguments[2:])
             inputs = [scores, tokens, lengths, *([] if source is None else [source])]
-            yield _case(lambda of=arguments: ngram_kernels.ban_on_cpu(*of), inputs, expected, is_exact=True)
+            yield _case(lambda them=arguments: ngram_kernels.ban_on_cpu(*them), inputs, expected, is_exact=True)
 
 
 def all_cases() -> list[KernelCase]:
@@ -260,7 +262,7 @@ def _argument(kind: Any, value: Any, place_of: Callable, block_of: Callable) -> 
         return _int64(address, *block_of(value, range(0, ctypes.sizeof(value), 8) if is_pointers else ()))
     if kind is not ctypes.c_void_p:  # a pointer to a structure, made with byref
         problem = value._obj
-        fields = [getattr(type(problem), name).offset for name, of in problem._fields_ if of is ctypes.c_void_p]
+        fields = [getattr(type(problem), name).offset for name, type_ in problem._fields_ if type_ is ctypes.c_void_p]
         return _int64(address, *block_of(problem, fields))
     return _int64(address, *place_of(value.value if isinstance(value, ctypes.c_void_p) else value))
 

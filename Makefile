@@ -140,7 +140,7 @@ wheel-aarch64: $(VENV)/venv.installed
 # That this version can be released: its changelog, sources and wheels, the site, README's commands. TAG=v0.1.0: as tagged.
 release-check: docs wheel
 	$(BIN)/python tools/release_check.py --tag "$(TAG)"
-	FASTGEN_WHEEL=$(abspath dist)/$$(cd dist && ls *$(shell uname -m).whl) $(PYTEST) tests/test_wheel.py tests/test_docs.py
+	WHEEL_TO_TEST=$(abspath dist)/$$(cd dist && ls *$(shell uname -m).whl) $(PYTEST) tests/test_wheel.py tests/test_docs.py
 
 $(VENV)/venv.installed: constraints.txt
 	@echo "The first time only: making $(VENV), with pip and setuptools"

@@ -44,8 +44,8 @@ def run(*command: object, **options: object) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that `make wheel` has made, if FASTGEN_WHEEL names it, or one made of the checkout."""
-    if ready := os.environ.get("FASTGEN_WHEEL"):
+    """The wheel that `make wheel` has made, if WHEEL_TO_TEST names it, or one made of the checkout."""
+    if ready := os.environ.get("WHEEL_TO_TEST"):
         return Path(ready)
     folder = tmp_path_factory.mktemp("wheel")
     sources = folder / "sources"

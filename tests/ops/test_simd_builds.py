@@ -42,13 +42,13 @@ def test_outputs_are_wrong_before_a_kernel_has_run():
 @pytest.mark.skipif(not NATIVE, reason=f"no build for {simd.instructions()}")
 def test_sanitizers_find_nothing_in_the_kernels(tmp_path):
     """In registers of each width. That they find something is shown with a table that is too short."""
-    for name in {NATIVE[0], NATIVE[-1]}:
+    for name in dict.fromkeys((NATIVE[0], NATIVE[-1])):
         folder = tmp_path / name
         folder.mkdir()
         check_build(runnable(name), folder, "-O1", *SANITIZERS)
         case = next(case for case in all_cases() if case.kernel == "fastgen_lookup")
         numbers, table, *others = case.tensors
-        table = table[: 1 << 15].clone()
+        table = table[:-1].clone()
         arguments = case.arguments[0], table.data_ptr(), *case.arguments[2:]
         short = replace(case, tensors=[numbers, table, *others], arguments=arguments)
         with pytest.raises(AssertionError, match="heap-buffer-overflow"):

@@ -56,7 +56,7 @@ def test_tokens_that_would_repeat_an_ngram_are_banned(tokens, ngram_size, length
 
 @settings(definition.SETTINGS, max_examples=120)
 @given(case=definition.cases())
-def test_one_form_writes_the_scores_the_other_leaves_them(case):
+def test_one_form_writes_the_scores_and_one_copies_them(case):
     expected, before = case.expected(), on("cpu", case.scores)
     new = no_repeat_ngram(*case.arguments())
     assert same(new, expected.contiguous()) and new.is_contiguous()
@@ -77,7 +77,7 @@ def test_the_kernel_in_cpp_may_use_the_threads_of_torch(monkeypatch):
     assert set(granted) == {4}
 
 
-# How arguments that are accepted are changed into such that are not, and the error without the argument's name.
+# Changes that make accepted arguments invalid, and the error without the argument's name.
 CHANGES = (
     ("tokens", lambda old: old.tolist(), "is of type list (accepted: Tensor)"),
     ("tokens", lambda old: old.short(), "has dtype int16 (accepted: int32, int64)"),
@@ -113,7 +113,7 @@ CHANGES = (
     ("encoder_tokens", lambda old: old[:0], "has 0 rows (accepted: a divisor of 4, the rows of tokens)"),
     ("encoder_tokens", lambda old: old.to("meta"), "is on meta (accepted: cpu, as scores)"),
 )
-# torch itself refuses for its ops what is no tensor or no int, and takes a length as a tensor only.
+# torch itself refuses arguments of its ops that are no tensor or no int, and takes a length as a tensor only.
 CALLS = [(form, *change) for form in FORMS for change in CHANGES]
 CALLS += [(op, *change) for op in OPS for change in CHANGES if not re.search("is of type|0 to 5", change[2])]
 SHARING_MEMORY = (
@@ -124,7 +124,7 @@ SHARING_MEMORY = (
 
 
 class TestChecks:
-    """The error names the argument, what it was and what would be accepted."""
+    """The error names the argument, its value and what would be accepted."""
 
     @pytest.fixture
     def arguments(self) -> dict:
@@ -137,7 +137,7 @@ class TestChecks:
         }
 
     @pytest.mark.parametrize(("call", "name", "change", "message"), CALLS)
-    def test_what_is_wrong_is_named(self, call, name, change, message, arguments):
+    def test_an_invalid_argument_is_named(self, call, name, change, message, arguments):
         call(**arguments)  # accepted as it is
         scores = arguments["scores"].zero_()
         arguments[name] = change(arguments[name])
@@ -200,7 +200,7 @@ class TestForTorch:
 
     @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
     @pytest.mark.parametrize("form", FORMS)
-    def test_scores_of_elsewhere_are_taken_where_nothing_is_recorded(self, form, context):
+    def test_scores_may_require_gradients_if_none_are_recorded(self, form, context):
         recorded = torch.ones(1, 4, requires_grad=context is torch.no_grad)
         with context():
             for scores in (recorded, torch.zeros(1, 4)):
@@ -208,7 +208,7 @@ class TestForTorch:
 
 
 class TestChoice:
-    """The first implementation that runs on the device and gives what torch gives."""
+    """The first implementation is chosen that runs on the device and agrees with torch."""
 
     @pytest.fixture(autouse=True)
     def _forget(self):
@@ -230,7 +230,7 @@ class TestChoice:
 
         return put
 
-    def test_what_was_built_is_used(self):
+    def test_the_kernel_that_was_built_is_used(self):
         expected = "torch" if load_reasons(kernels.CPU) else "C++"
         assert kernel_for("cpu").name == expected
         assert kernel_for("mps").name == "torch"
@@ -292,9 +292,9 @@ class TestChoice:
         assert kernel_for("cpu").name == "torch"
 
     def test_the_report_lists_them_with_their_reasons(self):
-        found = {kernel.name: kernel.unsupported_reasons() for kernel in ops.kernels()["no-repeat n-gram"]}
-        assert list(found) == ["CUDA", "Triton", "C++", "torch"]
-        assert found["torch"] == [] and found["C++"] == load_reasons(kernels.CPU)
+        reasons = {kernel.name: kernel.unsupported_reasons() for kernel in ops.kernels()["no-repeat n-gram"]}
+        assert list(reasons) == ["CUDA", "Triton", "C++", "torch"]
+        assert reasons["torch"] == [] and reasons["C++"] == load_reasons(kernels.CPU)
         if not torch.cuda.is_available():
-            assert found["Triton"] == ["torch finds no GPU"]
-            assert found["CUDA"] in (["torch finds no GPU"], ["not built"])
+            assert reasons["Triton"] == ["torch finds no GPU"]
+            assert reasons["CUDA"] in (["torch finds no GPU"], ["not built"])

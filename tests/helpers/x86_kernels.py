@@ -1,4 +1,4 @@
-"""For tests of the C++ kernels for x86: where they run, on how many threads, and in which registers."""
+"""Marks and contexts for tests of the C++ kernels for x86: machine, threads and registers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ needs_library = pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"x86 ker
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Inside this context torch has so many threads."""
+    """Gives torch so many threads inside this context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -29,7 +29,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def use_wide_registers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the kernels run as machines with AVX-512 do, in the instructions of AVX2; folder: the test's `tmp_path`."""
+    """Runs the kernels in the width of AVX-512, with instructions of AVX2; folder: the test's `tmp_path`."""
     library = ctypes.CDLL(str(made_once(folder.parent, "wide-registers", _compile_wide) / WIDE))
     monkeypatch.setattr(x86, "load", lambda name: library)
     monkeypatch.setattr(x86, "function", x86.function.__wrapped__)
@@ -40,6 +40,6 @@ WIDE_KERNELS = ("skinny_gemm", "few_queries", "flash_attention", "beam_top_k")
 
 
 def _compile_wide(folder: Path) -> None:
-    """Without debug information, which nobody reads here."""
+    """Compiles the kernels without debug information, which nobody reads here."""
     flags = ("-mavx2", "-mfma", "-mf16c", "-DWIDTH=16", "-ffp-contract=fast", "-Wno-psabi", "-g0")
     compile_library(folder / WIDE, *flags, *(CSRC / f"{kernel}.cpp" for kernel in WIDE_KERNELS))

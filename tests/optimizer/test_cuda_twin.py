@@ -1,4 +1,4 @@
-"""On a twin of a GPU: the tests of a GPU pass, no captured step makes the host wait, and eager ones launch no more."""
+"""On a twin of a GPU its tests pass, no captured step makes the host wait, and eager steps launch no more."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ HELPERS = REPOSITORY / "tests" / "helpers"
 HAS_FAIRSEQ = find_spec("fairseq") is not None
 LOOPS = ["BART, beam 4", "Llama, beam 4", "Llama, 16 samples", "Llama, greedy"] + ["fairseq, beam 4"] * HAS_FAIRSEQ
 
-# Left out: what a GPU rounds otherwise than a CPU, and models beside those of other tests.
+# Left out: whatever a GPU rounds otherwise than a CPU, and models that other tests cover.
 FILES = ["test_captured_steps_cuda.py"] + ["test_fairseq_parity_cuda.py"] * HAS_FAIRSEQ
 CAPTURED = "captured_steps and not outlives and not half and not (tokens_of and (gpt2 or t5 or whisper))"
 TESTS = f"({CAPTURED}) or hypotheses_of_cuda_graphs"
 
 pytestmark = [
     needs_compiler,
-    pytest.mark.skipif(torch.version.cuda is not None, reason="torch has a CUDA of its own: the twin is for others"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA: the twin is for builds without it"),
 ]
 
 
@@ -39,7 +39,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def steps(library: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What cuda_twin_steps.py prints."""
+    """The counts that cuda_twin_steps.py prints."""
     environment = {
         "OMP_NUM_THREADS": "1",
         "FASTGEN_STRICT": "1",

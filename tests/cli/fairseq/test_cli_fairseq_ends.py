@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("fairseq")
 
-from fairseq_command_data import CommandData, made
+from fairseq_command_data import CommandData, command_data
 from python_process import REPOSITORY, run_python
 
 from fastgen.cli.fairseq.command import generate
@@ -32,7 +32,7 @@ SLOW = "--batch-size 1 --beam 8 --min-len 150 --max-len-b 200 --remove-bpe --tok
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> CommandData:
-    return made(tmp_path_factory.getbasetemp())
+    return command_data(tmp_path_factory.getbasetemp())
 
 
 class Run:

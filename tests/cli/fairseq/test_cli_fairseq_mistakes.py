@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("fairseq")
 
 import torch
-from fairseq_command_data import CommandData, made
+from fairseq_command_data import CommandData, command_data
 
 import fastgen
 from fastgen.cli.fairseq.command import eval_lm, generate
@@ -23,7 +23,7 @@ DAMAGED = "is no checkpoint, or a damaged one ("
 def data(tmp_path_factory: pytest.TempPathFactory) -> CommandData:
     """The data of translations, with files for --path that no run can use."""
     folder = tmp_path_factory.mktemp("mistakes") / "fairseq"
-    shutil.copytree(made(tmp_path_factory.getbasetemp()).folder, folder)
+    shutil.copytree(command_data(tmp_path_factory.getbasetemp()).folder, folder)
     checkpoint = (folder / "model" / "checkpoint_last.pt").read_bytes()
     (folder / "text.pt").write_text("hello, this is a text\n")
     (folder / "empty.pt").touch()

@@ -17,7 +17,7 @@ import torch
 
 pytest.importorskip("fairseq")
 
-from fairseq_command_data import CommandData, made, made_encoded, upstream
+from fairseq_command_data import CommandData, command_data, encoded_data, upstream
 
 import fastgen
 from fastgen.cli.fairseq.command import generate
@@ -26,17 +26,17 @@ from fastgen.optimizer.fairseq.checkpoints import allowed
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> CommandData:
-    return made(tmp_path_factory.getbasetemp())
+    return command_data(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")
 def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> CommandData:
-    return made_encoded(tmp_path_factory.getbasetemp(), "sentencepiece")
+    return encoded_data(tmp_path_factory.getbasetemp(), "sentencepiece")
 
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> CommandData:
-    return made_encoded(tmp_path_factory.getbasetemp(), "gpt2")
+    return encoded_data(tmp_path_factory.getbasetemp(), "gpt2")
 
 
 def written(capfd: pytest.CaptureFixture, *args: str) -> str:

@@ -55,7 +55,7 @@ def replace_function_by_another_at_its_address(model: Model) -> None:
 
 
 class OwnParameter(nn.Parameter):
-    """What quantization libraries and programs derive from it."""
+    """A parameter class of user code, as quantization libraries have them."""
 
 
 CHANGES = {
@@ -93,8 +93,8 @@ UNUSUAL = {
     ("put_in", "change"),
     [(None, change) for change in CHANGES] + [(unusual, "data of a weight") for unusual in UNUSUAL],
 )
-def test_facts_end_with_whatever_is_replaced(put_in, change):
-    """In models with usual tensors and with others."""
+def test_facts_are_invalidated_by_any_replacement(put_in, change):
+    """Models with unusual tensors are no exception."""
     model = Model()
     UNUSUAL.get(put_in, lambda model: None)(model)
     facts = facts_of(model, KNOWN)
@@ -104,7 +104,7 @@ def test_facts_end_with_whatever_is_replaced(put_in, change):
     assert facts_of(model, KNOWN) is not facts
 
 
-def test_a_mask_that_a_prefill_makes_longer_keeps_facts():
+def test_a_mask_that_a_prefill_lengthens_keeps_facts():
     model = nn.Linear(2, 2)
     model._future_mask = torch.empty(0)
     facts = facts_of(model, dataclasses.replace(KNOWN, not_of_a_step=frozenset({"_future_mask"})))

@@ -17,7 +17,7 @@ from fairseq.hub_utils import GeneratorHubInterface
 from fairseq.models.bart import BARTHubInterface
 from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
-from fairseq_command_data import CommandData, made_encoded, make_language_model
+from fairseq_command_data import CommandData, encoded_data, make_language_model
 from fairseq_generation import assert_same_hypotheses, run_both
 from fairseq_models import build
 from made_once import made_once
@@ -37,7 +37,7 @@ def safe_loading_of_checkpoints():
 
 @pytest.fixture(scope="module")
 def translation(tmp_path_factory) -> CommandData:
-    return made_encoded(tmp_path_factory.getbasetemp(), "gpt2")
+    return encoded_data(tmp_path_factory.getbasetemp(), "gpt2")
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Benchmarks: a tiny case of each kind, floors and outputs that fail them, files of results, pages made from these."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path
@@ -24,10 +22,7 @@ TINY = {
     "llama": ("LlamaForCausalLM", {"vocab_size": 2000, "pad_token_id": 0, **WIDTHS}),
     "t5": ("T5ForConditionalGeneration", {"vocab_size": 2000, **T5}),
     "prophetnet": ("ProphetNetForConditionalGeneration", {"vocab_size": 60, "hidden_size": 16, **LAYERS, **HEADS}),
-    "whisper": (
-        "WhisperForConditionalGeneration",
-        {"begin_suppress_tokens": None, **WHISPER},
-    ),
+    "whisper": ("WhisperForConditionalGeneration", {"begin_suppress_tokens": None, **WHISPER}),
 }
 BEAMS = "arguments={'num_beams': 2, 'do_sample': False, 'max_new_tokens': 4}"
 # Case, fields that make it small, and whether the test is slow. {model}: a key of TINY.

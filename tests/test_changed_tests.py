@@ -1,7 +1,5 @@
 """`make check CHANGED=1`: the tests of what has changed, in a repository that each test writes."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
@@ -25,7 +23,7 @@ FILES = {
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Path:
+def repository(tmp_path):
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

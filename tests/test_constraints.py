@@ -1,7 +1,5 @@
 """constraints.txt holds versions that the extras of pyproject.toml accept, for every Python that is supported."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -20,7 +18,7 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 
 
 @pytest.fixture(scope="module")
-def wanted() -> dict[str, list[Requirement]]:
+def wanted():
     """The requirements of each extra, and those that every installation has."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {"": project["dependencies"], **project["optional-dependencies"]}

@@ -11,15 +11,13 @@ from tools import demo
 
 
 @pytest.fixture
-def sample(tmp_path: Path) -> Path:
+def sample(tmp_path):
     path = tmp_path / "sample.txt"
     path.write_text("".join(line + "\n" for line in sorted(sample_path().read_text().splitlines(), key=len)[:6]))
     return path
 
 
-def test_it_ends_with_pairs_a_sentence_and_where_the_output_lies(
-    sample: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_it_ends_with_pairs_a_sentence_and_where_the_output_lies(sample, tmp_path, capsys):
     assert demo.main(sample, tmp_path / "output.txt") == 0
     said, progress = capsys.readouterr()
     assert progress.count("running ") == 3 and progress.count("| 0/1 ") == 2 and "6 lines in " in progress
@@ -33,9 +31,7 @@ def test_it_ends_with_pairs_a_sentence_and_where_the_output_lies(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["output.txt", "sample.txt"]
 
 
-def test_each_way_is_warmed_up_and_does_what_its_name_says(
-    sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_each_way_is_warmed_up_and_does_what_its_name_says(sample, tmp_path, monkeypatch, capsys):
     calls, now = [], [0.0]
 
     def way(name: str, seconds: float):
@@ -55,9 +51,7 @@ def test_each_way_is_warmed_up_and_does_what_its_name_says(
     assert "that loop was 2.0 times as fast with `import fastgen`" in told
 
 
-def test_outputs_that_differ_are_counted_and_end_with_status_1(
-    sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_outputs_that_differ_are_counted_and_end_with_status_1(sample, tmp_path, monkeypatch, capsys):
     def same(source: Path, output: Path) -> None:
         output.write_text(source.read_text())
 
@@ -70,7 +64,7 @@ def test_outputs_that_differ_are_counted_and_end_with_status_1(
 
 
 @pytest.mark.parametrize(("loop", "goes_to_fastgen"), [(demo.plain_loop, False), (demo.fastgen_loop, True)])
-def test_the_loops_run_without_and_with_fastgen(loop, goes_to_fastgen: bool, sample: Path, tmp_path: Path) -> None:
+def test_the_loops_run_without_and_with_fastgen(loop, goes_to_fastgen, sample, tmp_path):
     before = fastgen.explain()
     loop(sample, tmp_path / "output.txt")
     assert (fastgen.explain() is not before) == goes_to_fastgen

@@ -1,7 +1,5 @@
 """The README and the pages of docs/: examples run, links lead somewhere, figures are those measured."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

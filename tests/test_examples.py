@@ -1,13 +1,9 @@
 """The examples run, and do what they say."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from cli_models import save_bart, sentences
@@ -39,7 +35,7 @@ FILES, ROWS = 12, 8
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def cluster(tmp_path, monkeypatch):
     pytest.importorskip("ray")
     pytest.importorskip("pyarrow")
     monkeypatch.setenv("PYTHONPATH", changed(tmp_path, NOTED))
@@ -52,7 +48,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     found.end()
 
 
-def test_a_job_on_ray_data_writes_every_id_once(cluster: None, tmp_path: Path) -> None:
+def test_a_job_on_ray_data_writes_every_id_once(cluster, tmp_path):
     """A worker is killed, then the job; it is started again, and once more. Then other files with the same rows."""
     import pyarrow as pa
     import pyarrow.parquet

@@ -1,7 +1,5 @@
 """lm-evaluation-harness under `python -m fastgen`: the same answers to questions that are asked many times."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Benchmarks of peers: processes that answer, that cannot do the work or end."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil

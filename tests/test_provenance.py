@@ -1,7 +1,5 @@
 """Whose code a function, a class or an object is, however it was wrapped."""
 
-from __future__ import annotations
-
 import functools
 import types
 from json import JSONDecoder, JSONEncoder

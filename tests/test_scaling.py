@@ -1,7 +1,5 @@
 """The recipes of docs/scaling.md run."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -11,14 +9,14 @@ RECIPES = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs/scaling.md").re
 TEXT = "thirty one books for seven dollars"
 
 
-def test_the_recipe_for_datasets_runs() -> None:
+def test_the_recipe_for_datasets_runs():
     pytest.importorskip("datasets")
     assert TEXT in run_code(RECIPES[0], HF_HUB_OFFLINE="1")
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
-def test_the_recipe_for_ray_data_runs() -> None:
+def test_the_recipe_for_ray_data_runs():
     pytest.importorskip("ray")
     pytest.importorskip("pyarrow")
     assert TEXT in run_code(RECIPES[1], HF_HUB_OFFLINE="1", RAY_ADDRESS="local")  # not that of another program

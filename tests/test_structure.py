@@ -1,7 +1,5 @@
 """What linters do not check: words of decoding, how long functions are, names of tests, and which cover a module."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

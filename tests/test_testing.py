@@ -1,7 +1,5 @@
 """The hooks of fastgen.testing: each names what is there, changes what it says, and puts it back."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

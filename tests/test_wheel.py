@@ -45,7 +45,7 @@ def _version(path: Path) -> tuple[int, ...]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     sources = folder / "sources"
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
@@ -72,7 +72,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other platforms have kernels of other names")
-def test_the_kernels_of_one_wheel_run_under_each_python(wheel: Path, tmp_path: Path) -> None:
+def test_the_kernels_of_one_wheel_run_under_each_python(wheel, tmp_path):
     assert "-py3-none-linux_" in wheel.name and wheel.stat().st_size < 4 << 20  # most of it the demo model
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(tmp_path)

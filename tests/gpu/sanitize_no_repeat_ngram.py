@@ -3,8 +3,6 @@
 Scores are compared on the host, so that no kernel but these runs.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

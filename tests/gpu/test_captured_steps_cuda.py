@@ -1,7 +1,5 @@
 """Decode steps as CUDA graphs: the tokens of the unpatched library, in fp32 without TF32."""
 
-from __future__ import annotations
-
 import gc
 import threading
 

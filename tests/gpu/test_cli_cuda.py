@@ -12,10 +12,7 @@ from python_process import run_python
 import fastgen
 from fastgen.cli.transformers.command import main
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 LINES = sentences(60)
 
@@ -33,13 +30,13 @@ def plain_loop(folder: Path, bs: int, **settings: object) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [("--bs", 4), ("--batch_tokens", 200), ("--bs", 60)])
-def test_output_on_a_gpu_is_that_of_a_plain_loop(tmp_path: Path, size: tuple) -> None:
+def test_output_on_a_gpu_is_that_of_a_plain_loop(tmp_path, size):
     bart = save_bart(tmp_path / "bart")
     expected = plain_loop(bart, 4, num_beams=3)
     assert generate(tmp_path, bart, LINES, "--device", "cuda", "--beam", 3, *size) == expected
 
 
-def test_a_batch_larger_than_the_memory_is_halved(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_batch_larger_than_the_memory_is_halved(tmp_path, capsys):
     bart = save_bart(tmp_path / "bart", d_model=512, decoder_ffn_dim=16384)
     expected = plain_loop(bart, 4, num_beams=4)
     total = torch.cuda.get_device_properties(0).total_memory
@@ -53,7 +50,7 @@ def test_a_batch_larger_than_the_memory_is_halved(tmp_path: Path, capsys: pytest
     assert "out of memory with 2400 inputs" in capsys.readouterr().err
 
 
-def test_a_resumed_run_draws_the_same_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_draws_the_same_samples(tmp_path, monkeypatch):
     gpt2 = save_gpt2(tmp_path / "gpt2")
     flags = ["--causal_lm", "--do_sample", "--max_new_tokens", "5", "--seed", "3", "--bs", "4", "--device", "cuda"]
     expected = generate(tmp_path, gpt2, LINES, *flags)
@@ -76,7 +73,7 @@ def test_a_resumed_run_draws_the_same_samples(tmp_path: Path, monkeypatch: pytes
     assert output.read_text().split("\n")[:-1] == expected
 
 
-def test_a_device_that_an_error_leaves_dead_ends_the_run(tmp_path: Path) -> None:
+def test_a_device_that_an_error_leaves_dead_ends_the_run(tmp_path):
     """A token that the embedding does not have, with the check for it left out, in a process of its own."""
     model, source, output = save_bart(tmp_path / "bart"), tmp_path / "input.txt", tmp_path / "output.txt"
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)

@@ -1,7 +1,5 @@
 """Parity of fairseq models with the unpatched library on a GPU, in fp32 without TF32, and in fp16."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

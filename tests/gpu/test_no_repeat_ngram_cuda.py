@@ -1,9 +1,5 @@
 """No-repeat-n-gram on a GPU: every implementation against the definition, in CUDA graphs, streams and devices."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import ngram_definition as definition
 import pytest
 import torch
@@ -24,7 +20,7 @@ ON_GPU = {kernel.name: kernel for kernel in KERNELS if kernel.device in ("", DEV
 
 
 @pytest.fixture(params=ON_GPU, scope="module")
-def ban(request) -> Callable:
+def ban(request):
     kernel = ON_GPU[request.param]
     if reasons := kernel.unsupported_reasons():
         assert not [reason for reason in reasons if "differs" in reason or "Error" in reason]

@@ -1,7 +1,5 @@
 """Attention in Triton on a GPU: equal to the definition in fp64, and as exact as torch's own attention."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Comparisons with the unpatched library; run as a script, it writes the table of all architectures in docs/."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Random models of many architectures, tiny or as wide as real ones, for comparisons with the unpatched library."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random queries, keys and values for the tests of attention, and the comparison of a kernel with torch."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import strategies as st
 

@@ -99,9 +99,7 @@ def _unigrams() -> list[tuple[str, float]]:
 
 
 def _save_translator(
-    folder: Path,
-    config: type[transformers.PretrainedConfig],
-    tokenizer: transformers.PreTrainedTokenizerBase,
+    folder: Path, config: type[transformers.PretrainedConfig], tokenizer: transformers.PreTrainedTokenizerBase
 ) -> Path:
     torch.manual_seed(0)
     tokens = {"decoder_start_token_id": 2, "pad_token_id": 1, "eos_token_id": 2, "forced_eos_token_id": None}

@@ -6,8 +6,6 @@ steps switched off, and with them. The numbers are those of a step: the differen
 Tests: tests/optimizer/test_cuda_twin.py
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A tiny corpus, its dictionaries, and models that fairseq trains for some updates, for tests of the commands."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

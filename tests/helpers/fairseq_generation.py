@@ -1,7 +1,5 @@
 """Calls of fairseq like those of `fairseq-generate`, and their comparison without fastgen (see parity.py)."""
 
-from __future__ import annotations
-
 import copy
 from argparse import Namespace
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@ whose sentences finish at many different steps with beam 3 (upstream drops them 
 whose hypotheses repeat one word least.
 """
 
-from __future__ import annotations
-
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@
 Prints each difference with the seed that draws it again, and counts at the end. Exit status 1 if anything differed.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import dataclasses

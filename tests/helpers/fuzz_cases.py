@@ -1,7 +1,5 @@
 """Cases of the comparison fuzzer: one is drawn from one seed, and the same seed draws the same case."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field
 from random import Random

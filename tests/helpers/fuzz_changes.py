@@ -4,8 +4,6 @@ Each function of `PROGRAMS` gets random numbers, a copy of a model that it may c
 that user code sees. The fuzzer calls it twice, without fastgen and with it, from the same random numbers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

@@ -1,7 +1,5 @@
 """Compiles C++ for tests; `csrc/*.cu` too, with the stand-in for CUDA in `cuda_shim/`."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import subprocess

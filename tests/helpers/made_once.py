@@ -1,7 +1,5 @@
 """Folders that are filled once for all workers of pytest-xdist."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

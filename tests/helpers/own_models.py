@@ -1,7 +1,5 @@
 """Small model classes of user code, with an attention that each test chooses."""
 
-from __future__ import annotations
-
 import torch
 from architectures import SPECIAL, VOCABULARY
 from parity import lively

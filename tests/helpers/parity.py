@@ -3,8 +3,6 @@
 `run_both` and `assert_equal_outputs` serve both hosts; fairseq_generation.py says how fairseq is called.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -104,9 +102,7 @@ def inputs_of(name: str, *lengths: int, seed: int = 1) -> dict[str, torch.Tensor
 
 
 def run_both(
-    call: Callable[[], Any],
-    without: Callable[[], AbstractContextManager] = fastgen.disabled,
-    must_report: bool = True,
+    call: Callable[[], Any], without: Callable[[], AbstractContextManager] = fastgen.disabled, must_report: bool = True
 ) -> Both:
     """Calls twice from the same random state, without and with fastgen; the random states afterwards are equal.
 

@@ -1,7 +1,5 @@
 """Runs Python in a process of its own: the effect of an import can be seen only once in a process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

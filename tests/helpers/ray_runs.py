@@ -1,7 +1,5 @@
 """Workers in processes of Ray: a cluster on this machine, and a way to change the code of a worker."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

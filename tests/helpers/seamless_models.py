@@ -1,7 +1,5 @@
 """Tiny random Seamless M4T models of both versions, and inputs for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

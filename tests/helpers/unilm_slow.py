@@ -1,7 +1,5 @@
 """UniLM from its definition: the whole sequence at each step, no cache, row by row, masks pair by pair."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

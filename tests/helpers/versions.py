@@ -1,7 +1,5 @@
 """Marks for tests of what older versions of a library cannot do, or do wrong by themselves."""
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest

@@ -1,7 +1,5 @@
 """Marks and contexts for tests of the C++ kernels for x86: machine, threads and registers."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager

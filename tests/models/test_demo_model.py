@@ -1,7 +1,5 @@
 """The demo model: its data are right, it fits in the package, and it does what its card says."""
 
-from __future__ import annotations
-
 import re
 from random import Random
 

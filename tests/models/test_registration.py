@@ -1,7 +1,5 @@
 """transformers finds the models of fastgen once it is imported, in either order, and imports nothing for them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

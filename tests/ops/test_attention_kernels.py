@@ -3,8 +3,6 @@
 The bits depend on no other rows and threads; inside a context torch's own function runs these kernels.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -160,11 +158,7 @@ def test_keys_that_no_query_of_a_tile_sees_are_not_computed():
 )
 def test_shared_attention_uses_the_kernel_for_so_many_queries(queries, length, part):
     case = random_case((queries, 1), (64, 48), 1, 2, length, 64, 64, "added", torch.float32)
-    with (
-        torch.no_grad(),
-        watched("attention, few queries") as few,
-        watched("attention, many queries") as many,
-    ):
+    with torch.no_grad(), watched("attention, few queries") as few, watched("attention, many queries") as many:
         expected = attention_by_products(*case, 0.125)
         torch.testing.assert_close(shared_attention(*case), expected, rtol=0, atol=1e-5)
     assert (bool(few), bool(many)) == (part == "attention, few queries", part == "attention, many queries")

@@ -1,7 +1,5 @@
 """Beams choose the next tokens that `torch.topk` over all scores would choose, in its order, equal scores too."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from host_compiler import needs_compiler

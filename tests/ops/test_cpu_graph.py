@@ -1,7 +1,5 @@
 """A replay returns what the captured function would return for the present contents of its tensors."""
 
-from __future__ import annotations
-
 from collections import Counter
 from unittest import mock
 

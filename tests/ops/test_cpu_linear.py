@@ -1,7 +1,5 @@
 """Products through oneDNN and the skinny GEMM: the same numbers, used only if they are the fastest."""
 
-from __future__ import annotations
-
 import json
 import os
 import pwd

@@ -1,7 +1,5 @@
 """The kernels of each operation: which is chosen, and that each list is complete and ends with torch's own."""
 
-from __future__ import annotations
-
 import pytest
 from python_process import REPOSITORY, run_code
 

@@ -1,7 +1,5 @@
 """Functions of bf16 and fp16 as tables, `csrc/lookup.cpp`: the bits of the function, in captured steps too."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

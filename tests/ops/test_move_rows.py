@@ -1,7 +1,5 @@
 """Rows that change places, `csrc/move_rows.cpp`: the result of `index_select`, written in place."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

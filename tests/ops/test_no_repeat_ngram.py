@@ -1,7 +1,5 @@
 """The op no-repeat-n-gram: what it bans and refuses, its two forms, what torch knows of it, and which kernel runs."""
 
-from __future__ import annotations
-
 import re
 from importlib import import_module
 from importlib.machinery import ModuleSpec
@@ -127,7 +125,7 @@ class TestChecks:
     """The error names the argument, its value and what would be accepted."""
 
     @pytest.fixture
-    def arguments(self) -> dict:
+    def arguments(self):
         return {
             "tokens": torch.zeros(4, 5, dtype=torch.int64),
             "scores": torch.zeros(4, 7),

@@ -1,7 +1,5 @@
 """How no-repeat-n-gram is built: what compilers say of the sources, and installations with and without a compiler."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import shutil
@@ -74,7 +72,7 @@ def test_nvcc_is_searched_where_installers_put_it(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def sources(tmp_path) -> Path:
+def sources(tmp_path):
     """A copy of the files that an installation needs, without the outputs of earlier ones."""
     copy = tmp_path / "sources"
     copy.mkdir()

@@ -3,8 +3,6 @@
 Triton's kernel runs in its interpreter, the CUDA kernel compiled for the host; `tests/gpu` runs both where they belong.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Callable
@@ -44,13 +42,13 @@ struct counted_thread : thread {
 
 
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory) -> ctypes.CDLL:
+def shim(tmp_path_factory):
     output = tmp_path_factory.mktemp("shim") / "kernel.so"
     return compile_library(output, CSRC / "no_repeat_ngram.cu", SHIM / "cuda_runtime.cpp")
 
 
 @pytest.fixture(scope="module")
-def cpp(tmp_path_factory) -> ctypes.CDLL:
+def cpp(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cpp")
     folder.joinpath("counted_threads.h").write_text(COUNTED_THREADS)
     source = CSRC / "no_repeat_ngram.cpp"
@@ -99,12 +97,12 @@ IMPLEMENTATIONS = {
     scope="module",
     params=[pytest.param(name, marks=[needs_compiler] if name.startswith("C") else []) for name in IMPLEMENTATIONS],
 )
-def name(request) -> str:
+def name(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
-def ban(name, request) -> Callable:
+def ban(name, request):
     return IMPLEMENTATIONS[name](request)
 
 

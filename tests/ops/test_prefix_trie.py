@@ -1,7 +1,5 @@
 """`PrefixTrie` allows the tokens that a trie of dictionaries allows; built, saved and mapped; its errors."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

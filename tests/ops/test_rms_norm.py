@@ -1,7 +1,5 @@
 """RMS norm, `csrc/rms_norm.cpp`: fused from the calls of a step, with the numbers of the calls it replaces."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -90,8 +88,7 @@ def fusions(function: Callable, monkeypatch: pytest.MonkeyPatch) -> tuple[Callab
     """Returns a replay, and how many of its calls are a norm in one kernel."""
     used, call_into = [], rms_norm.call_into
     monkeypatch.setattr(
-        "fastgen.ops.cpu_graph._KERNELS",
-        {rms_norm.OPERATION: lambda *args: used.append(args) or call_into(*args)},
+        "fastgen.ops.cpu_graph._KERNELS", {rms_norm.OPERATION: lambda *args: used.append(args) or call_into(*args)}
     )
     replay, *_ = capture(function)
     return replay, len(used)

@@ -1,7 +1,5 @@
 """Attention to segments equals `scaled_dot_product_attention` to the concatenated keys and values."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 
@@ -12,12 +10,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from fastgen.ops import shared_attention as module
-from fastgen.ops.shared_attention import (
-    attention_by_products,
-    query_key_scores,
-    shared_attention,
-    weighted_values,
-)
+from fastgen.ops.shared_attention import attention_by_products, query_key_scores, shared_attention, weighted_values
 
 
 def whole(segments: list[torch.Tensor], rows: int, groups: int) -> torch.Tensor:

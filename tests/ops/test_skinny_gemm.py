@@ -1,7 +1,5 @@
 """`csrc/skinny_gemm.cpp`: the numbers of torch, with the same bits for any number of rows and threads."""
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Attention in Triton, in its interpreter without a GPU: equal to the definition in fp64."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

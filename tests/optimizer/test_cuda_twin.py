@@ -1,13 +1,9 @@
 """On a twin of a GPU its tests pass, no captured step makes the host wait, and eager steps launch no more."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,13 +28,13 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def library(tmp_path_factory):
     """The compiled cuda_twin.cpp."""
     return made_once(tmp_path_factory.getbasetemp(), "cuda_twin", compiled) / "libcuda_twin.so"
 
 
 @pytest.fixture(scope="module")
-def steps(library: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def steps(library, tmp_path_factory):
     """The counts that cuda_twin_steps.py prints."""
     environment = {
         "OMP_NUM_THREADS": "1",

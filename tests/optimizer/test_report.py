@@ -1,7 +1,5 @@
 """`explain()` reports of a call which kernels ran and why others did not; as text, as JSON and in the log."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -144,10 +142,7 @@ def test_a_call_without_rows_has_none_in_its_text():
 
 def test_reasons_are_noted_once_with_their_parts():
     report = Report("Model", inputs=2, rows=4)
-    cannot, chose_not = (
-        Reason("USER_CACHE", "the caller passed a cache"),
-        Reason("TOO_SMALL", "small", "1 of 2"),
-    )
+    cannot, chose_not = (Reason("USER_CACHE", "the caller passed a cache"), Reason("TOO_SMALL", "small", "1 of 2"))
     for _ in range(2):
         report.add_reasons("decoding loop", [cannot, cannot])
         report.add_reasons("prompt sharing", [chose_not])

@@ -1,7 +1,5 @@
 """`fastgen.verify` generates both ways and reports the first difference, and how far the scores are apart."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

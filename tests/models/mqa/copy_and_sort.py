@@ -3,8 +3,6 @@
 python tests/models/mqa/copy_and_sort.py     trains multi-head, grouped, multi-query and local models
 """
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -1,7 +1,5 @@
 """The attention is the paper's, in float64, with any number of key heads."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Multi-query Transformers generate, train, are saved and are found as transformers' own models are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from parity import (
@@ -21,11 +19,7 @@ from parity import (
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from fastgen.models.mqa import (
-    MQATransformerConfig,
-    MQATransformerForCausalLM,
-    MQATransformerForConditionalGeneration,
-)
+from fastgen.models.mqa import MQATransformerConfig, MQATransformerForCausalLM, MQATransformerForConditionalGeneration
 from fastgen.models.mqa.stack import NEEDS_CACHE_POSITION
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
 

@@ -1,7 +1,5 @@
 """Key heads are pooled by their means: multi-query Transformers, BART, T5, models like Llama; also in folders."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from models.mqa.test_models import tiny_model

@@ -1,7 +1,5 @@
 """ProphetNet in fairseq: attention by definition, steps as the whole, the scores of transformers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """ProphetNet in fairseq's generation under fastgen: fastgen's loop and caches, with what unpatched fairseq gives."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A tiny random ProphetNet of fairseq, with a vocabulary like BERT's."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace

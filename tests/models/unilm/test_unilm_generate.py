@@ -1,21 +1,10 @@
 """UniLM under transformers' generate: tokens and scores of the slow definition, and the source kept once per input."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
 import torch
-from parity import (
-    BEAMS,
-    SAMPLES,
-    capturing,
-    compared,
-    padded,
-    replays,
-    run_both,
-    token_ids,
-)
+from parity import BEAMS, SAMPLES, capturing, compared, padded, replays, run_both, token_ids
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.t5.modeling_t5 import T5Attention
 from unilm_slow import SlowUniLM, next_logits, tiny_unilm
@@ -44,7 +33,7 @@ def sources() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def model() -> UniLMForConditionalGeneration:
+def model():
     return tiny_unilm().double()
 
 
@@ -135,10 +124,7 @@ def test_forward_takes_tokens_one_by_one(model):
             expected = next_logits(model, source[0].tolist(), target[0, :index].tolist())
             torch.testing.assert_close(output.logits, expected[None, None])
             output = model(
-                target[:, index : index + 1],
-                past_key_values=output.past_key_values,
-                source_length=0,
-                append_mask=True,
+                target[:, index : index + 1], past_key_values=output.past_key_values, source_length=0, append_mask=True
             )
         whole = model(torch.cat([source, target], dim=1), source_length=7, append_mask=True)
     torch.testing.assert_close(output.logits, whole.logits)

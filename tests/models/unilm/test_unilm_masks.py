@@ -1,7 +1,5 @@
 """The masks are those of Figure 1 of the paper, and the model sees what they say and nothing else."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from parity import token_ids

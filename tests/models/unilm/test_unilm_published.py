@@ -1,7 +1,5 @@
 """State dicts with published names are read, in each layout, and what does not fit is named."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Batches of the masked-target objective, and what a model learns from them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from unilm_slow import SIZES, sees, tiny_unilm

@@ -1,7 +1,5 @@
 """Sharing starts if it pays, or as FASTGEN_SHARE says, and that is decided before anything that takes time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from parity import BEAMS, PREFILL, PROMPT, SAMPLES, assert_same, is_shared, left_alone_because, padded, tiny, token_ids

@@ -1,7 +1,5 @@
 """Modules have faster forwards inside generate, in its thread, and nowhere else; shown with GPT-2's activation."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

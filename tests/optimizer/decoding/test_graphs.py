@@ -1,7 +1,5 @@
 """Captured graphs, those of one model, and the static caches that they replay into."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Shared keys are stored once; generated keys are written in place, and a reorder moves only these."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Facts of a model come from one walk and hold until something is replaced; code: test_replaced_code.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import weakref

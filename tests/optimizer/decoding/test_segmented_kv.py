@@ -1,7 +1,5 @@
 """Attention works on the segments of a tensor; any other operation materializes it."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import io

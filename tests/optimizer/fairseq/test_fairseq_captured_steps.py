@@ -1,7 +1,5 @@
 """fairseq's decoder in captured steps, also of models that a program changes in a call: the library's hypotheses."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from argparse import Namespace

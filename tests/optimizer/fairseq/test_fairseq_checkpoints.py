@@ -48,7 +48,7 @@ def meter_of_0_8() -> AverageMeter:
     return meter
 
 
-def test_the_mend_is_needed_and_works(tmp_path: Path) -> None:
+def test_the_mend_is_needed_and_works(tmp_path):
     path = checkpoint(tmp_path / "model.pt")
     with fastgen.disabled(), pytest.raises(pickle.UnpicklingError):
         checkpoint_utils.load_checkpoint_to_cpu(path)
@@ -65,7 +65,7 @@ CONTENTS = {
 
 
 @pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
-def test_what_fairseq_itself_writes_loads_as_it_was(tmp_path: Path, content: dict[str, Any]) -> None:
+def test_what_fairseq_itself_writes_loads_as_it_was(tmp_path, content):
     path = checkpoint(tmp_path / "model.pt", task_state=content)
     found = checkpoint_utils.load_checkpoint_to_cpu(path)["task_state"]
     expected = torch.load(path, weights_only=False)["task_state"]  # made here
@@ -74,14 +74,14 @@ def test_what_fairseq_itself_writes_loads_as_it_was(tmp_path: Path, content: dic
         assert found["dictionaries"][0].indices == Dictionary().indices
 
 
-def test_the_meters_of_old_versions_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_meters_of_old_versions_load(tmp_path, monkeypatch):
     monkeypatch.setattr(AverageMeter, "__module__", "fairseq.meters")
     path = checkpoint(tmp_path / "model.pt", train_meters=OrderedDict(loss=meter_of_0_8()))
     monkeypatch.undo()
     assert checkpoint_utils.load_checkpoint_to_cpu(path)["train_meters"]["loss"].avg == 2.5
 
 
-def test_a_configuration_kept_as_objects_loads(tmp_path: Path) -> None:
+def test_a_configuration_kept_as_objects_loads(tmp_path):
     cfg = {"task": {"_name": "translation", "data": ["a", 1, 2.5, None, True]}, "model": {"_name": "transformer"}}
     path = checkpoint(tmp_path / "model.pt", cfg=OmegaConf.create(cfg))
     assert OmegaConf.to_container(checkpoint_utils.load_checkpoint_to_cpu(path)["cfg"]) == cfg
@@ -96,9 +96,7 @@ def test_a_configuration_kept_as_objects_loads(tmp_path: Path) -> None:
         (np.array(["text"]), "holds numpy.dtypes.StrDType,"),
     ],
 )
-def test_anything_else_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any, named: str
-) -> None:
+def test_anything_else_is_refused_by_name(tmp_path, monkeypatch, value, named):
     monkeypatch.chdir(tmp_path)
     path = checkpoint(tmp_path / "evil.pt", value=value)
     with pytest.raises(pickle.UnpicklingError) as raised:
@@ -108,7 +106,7 @@ def test_anything_else_is_refused_by_name(
     assert not (tmp_path / "ran").exists()
 
 
-def test_only_what_the_program_allowed_stays_allowed(tmp_path: Path) -> None:
+def test_only_what_the_program_allowed_stays_allowed(tmp_path):
     path = checkpoint(tmp_path / "model.pt")
     before = set(torch.serialization.get_safe_globals())  # torch keeps them in no order
     checkpoint_utils.load_checkpoint_to_cpu(path)
@@ -118,7 +116,7 @@ def test_only_what_the_program_allowed_stays_allowed(tmp_path: Path) -> None:
         assert argparse.Namespace in torch.serialization.get_safe_globals()
 
 
-def test_a_file_that_is_no_checkpoint_says_so(tmp_path: Path) -> None:
+def test_a_file_that_is_no_checkpoint_says_so(tmp_path):
     path = tmp_path / "text.pt"
     path.write_text("not a checkpoint")
     with pytest.raises(pickle.UnpicklingError, match=r"text\.pt: "):

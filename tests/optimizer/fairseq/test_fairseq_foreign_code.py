@@ -1,7 +1,5 @@
 """What users put into fairseq or replace there, before and between calls, does under fastgen what it did."""
 
-from __future__ import annotations
-
 import functools
 import types
 from argparse import Namespace
@@ -29,7 +27,7 @@ SAMPLING = pytest.mark.parametrize("options", [{}, {"sampling": True}], ids=("be
 
 
 @pytest.fixture(scope="module")
-def case() -> Case:
+def case():
     return CASES["transformer"]()
 
 

@@ -1,7 +1,5 @@
 """Every kind of fairseq model generates under fastgen what the unpatched fairseq generates."""
 
-from __future__ import annotations
-
 import copy
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """No fairseq, or one that Python cannot import: one line says how to install one that works, without torchaudio."""
 
-from __future__ import annotations
-
 import re
 from importlib import metadata
 

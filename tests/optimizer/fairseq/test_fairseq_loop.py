@@ -1,7 +1,5 @@
 """The decoding loop for fairseq: what it reads and computes, and what it leaves to fairseq, with the reasons."""
 
-from __future__ import annotations
-
 import sys
 from argparse import Namespace
 from types import FunctionType

@@ -1,7 +1,5 @@
 """n-gram blocking in fairseq: what its CUDA kernel does, on every device; scripted generators stay as they are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

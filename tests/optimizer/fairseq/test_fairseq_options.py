@@ -1,7 +1,5 @@
 """Every option of fairseq's generators gives under fastgen what it gives with the unpatched fairseq."""
 
-from __future__ import annotations
-
 import copy
 from argparse import Namespace
 from typing import Any

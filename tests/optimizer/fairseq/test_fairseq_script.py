@@ -1,7 +1,5 @@
 """Generators of fairseq that users compile with `torch.jit.script`: its sources are read, patched or not."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Trained fairseq models load through the hub and translate, score and go on as with the unpatched fairseq."""
 
-from __future__ import annotations
-
 import types
 from argparse import Namespace
 from typing import Any
@@ -13,11 +11,10 @@ import torch
 pytest.importorskip("fairseq")
 
 from fairseq.data import Dictionary
-from fairseq.hub_utils import GeneratorHubInterface
 from fairseq.models.bart import BARTHubInterface
 from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
-from fairseq_command_data import CommandData, encoded_data, make_language_model
+from fairseq_command_data import encoded_data, make_language_model
 from fairseq_generation import assert_same_hypotheses, run_both
 from fairseq_models import build
 from made_once import made_once
@@ -36,12 +33,12 @@ def safe_loading_of_checkpoints():
 
 
 @pytest.fixture(scope="module")
-def translation(tmp_path_factory) -> CommandData:
+def translation(tmp_path_factory):
     return encoded_data(tmp_path_factory.getbasetemp(), "gpt2")
 
 
 @pytest.fixture
-def hub(translation) -> GeneratorHubInterface:
+def hub(translation):
     folder = translation.folder
     files = {"gpt2_encoder_json": str(folder / "encoder.json"), "gpt2_vocab_bpe": str(folder / "vocab.bpe")}
     paths = str(folder / "model"), "checkpoint_best.pt:checkpoint_last.pt", str(folder / "bin")
@@ -51,7 +48,7 @@ def hub(translation) -> GeneratorHubInterface:
 
 
 @pytest.fixture
-def language_model(tmp_path_factory, monkeypatch) -> GeneratorHubInterface:
+def language_model(tmp_path_factory, monkeypatch):
     if not hasattr(numpy, "compat"):  # upstream's `TokenBlockDataset` reads it, and numpy 2 does not have it
         monkeypatch.setattr(numpy, "compat", types.SimpleNamespace(long=numpy.int64), raising=False)
     folder = made_once(tmp_path_factory.getbasetemp(), "fairseq-language-model", make_language_model)
@@ -61,7 +58,7 @@ def language_model(tmp_path_factory, monkeypatch) -> GeneratorHubInterface:
 
 
 @pytest.fixture
-def bart(hub) -> BARTHubInterface:
+def bart(hub):
     """A tiny random BART over the BPE of the trained models."""
     words = Dictionary()
     for word in [*map(str, range(len(hub.bpe.bpe.encoder))), "<mask>"]:  # `encode` adds words that are not there

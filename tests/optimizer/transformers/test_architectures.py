@@ -1,7 +1,5 @@
 """Parity with the unpatched library, fp32, for tiny models of every architecture in `architectures.py`."""
 
-from __future__ import annotations
-
 import pytest
 from architecture_parity import MODES, expected_sharing, measure, shares
 from architectures import ARCHITECTURES, Scale

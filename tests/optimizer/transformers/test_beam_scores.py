@@ -1,7 +1,5 @@
 """Beam search gives the scores of its hypotheses without those of every token at every step, where that is wanted."""
 
-from __future__ import annotations
-
 import types
 from typing import Any
 
@@ -29,7 +27,7 @@ ASKED = {"return_dict_in_generate": True, "output_scores": True}
     ],
     ids=["beams", "one returned", "some end", "beam samples", "another criterion"],
 )
-def test_scores_are_those_of_the_library(name: str, arguments: dict, of_the_library: bool) -> None:
+def test_scores_are_those_of_the_library(name, arguments, of_the_library):
     model = unchanged(name)
     with only_outputs(SEQUENCES_SCORES):
         stock, fast, report = run_both(lambda: model.generate(**padded(9, 5, 7), **ASKED | BEAMS | arguments))
@@ -39,20 +37,20 @@ def test_scores_are_those_of_the_library(name: str, arguments: dict, of_the_libr
     assert bool(report.codes(LOOP)) == of_the_library
 
 
-def test_other_outputs_come_with_all_scores() -> None:
+def test_other_outputs_come_with_all_scores():
     model = unchanged("gpt2")
     with only_outputs(SEQUENCES_SCORES):
         stock, fast, _ = run_both(lambda: model.generate(**padded(9, 5), **BEAMS, **ASKED, output_logits=True))
     assert len(fast.scores) == len(fast.logits) == len(stock.scores)
 
 
-def test_all_scores_are_there_outside_of_the_context() -> None:
+def test_all_scores_are_there_outside_of_the_context():
     model = unchanged("gpt2")
     _, fast, _ = run_both(lambda: model.generate(**padded(9, 5), **BEAMS, **ASKED))
     assert fast.scores and fast.sequences_scores is not None
 
 
-def test_a_model_with_its_own_finished_beams_keeps_its_scores() -> None:
+def test_a_model_with_its_own_finished_beams_keeps_its_scores():
     model = tiny("gpt2")
     original = model._update_finished_beams
 
@@ -66,7 +64,7 @@ def test_a_model_with_its_own_finished_beams_keeps_its_scores() -> None:
     assert fast.scores and torch.equal(fast.sequences_scores, stock.sequences_scores)
 
 
-def test_a_model_of_the_programs_own_is_verified_as_ever(share_always: None) -> None:
+def test_a_model_of_the_programs_own_is_verified_as_ever(share_always):
     user_code = []
 
     def attend(*states: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,6 @@ The matrix of options runs in captured steps as well: test_generate_options.py. 
 tests/optimizer/decoding/test_graphs.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial

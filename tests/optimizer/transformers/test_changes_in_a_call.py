@@ -1,7 +1,5 @@
 """User code that runs in each step may change the model: what follows is what it is in the library."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

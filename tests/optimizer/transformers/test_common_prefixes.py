@@ -1,7 +1,5 @@
 """Prompts that begin alike: the prefix goes through the model once and is stored once, with the library's answers."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Constrained generation: with a `PrefixTrie` the outputs and errors are those of the library with dictionaries."""
 
-from __future__ import annotations
-
 import functools
 from itertools import chain
 from typing import Any

@@ -1,7 +1,5 @@
 """Finished inputs, samples and rows leave the batch; the outputs stay those of the library, with its random numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from random import Random

@@ -1,7 +1,5 @@
 """Random calls of `generate` give what the unpatched library gives; `make fuzz` compares more of them."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Models, number formats and ways to run them: the same answer, and `explain()` says what was shared or why not."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 

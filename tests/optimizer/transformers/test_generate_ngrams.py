@@ -1,7 +1,5 @@
 """n-gram blocking in transformers: the same scores as the library's, and nobody's tensor is written but our own."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

@@ -4,8 +4,6 @@ Each case runs three ways: with all outputs from shared caches, and with tokens 
 which finished inputs leave. What else an option has of its own follows below the matrix.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

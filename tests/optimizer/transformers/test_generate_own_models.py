@@ -3,8 +3,6 @@
 What single functions of torch do to shared keys: test_segmented_kv.py.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 

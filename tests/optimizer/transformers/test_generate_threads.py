@@ -1,7 +1,5 @@
 """Several threads generate at once, with and without fastgen, on one model and on two."""
 
-from __future__ import annotations
-
 import contextvars
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`fastgen.reusing_prefix`: what the call before has computed is not computed again, where the model is the same."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import weakref

@@ -1,7 +1,5 @@
 """Multi-head latent attention: latents that rows share are kept, and expanded into keys and values, once per input."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from architectures import DROP, INDEXED, LATENT

@@ -1,7 +1,5 @@
 """Log-likelihoods of continuations are those of a forward of each context with its continuation."""
 
-from __future__ import annotations
-
 from functools import partial
 from random import Random
 
@@ -277,11 +275,7 @@ def test_nothing_is_shared_where_fastgen_is_disabled():
         ({"continuations": []}, ValueError, r"2 contexts and 0 continuations \(accepted: as many of both\)"),
         ({"contexts": [[5], []]}, ValueError, r"contexts\[1\] is empty \(accepted: at least one token\)"),
         ({"continuations": [[], [7]]}, ValueError, r"continuations\[0\] is empty"),
-        (
-            {"contexts": ["a", "b"], "continuations": ["c", "d"]},
-            ValueError,
-            r"contexts\[0\] is a string, and",
-        ),
+        ({"contexts": ["a", "b"], "continuations": ["c", "d"]}, ValueError, r"contexts\[0\] is a string, and"),
         ({"model": tiny("bart")}, ValueError, r"has an encoder \(accepted: decoder-only models\)"),
         ({"contexts": [5, 6]}, TypeError, r"contexts\[0\] is 5 \(accepted: a list of token ids"),
         ({"contexts": torch.tensor([5, 6])}, TypeError, r"contexts\[0\] is tensor\(5\) \(accepted"),

@@ -1,7 +1,5 @@
 """Whisper's own generate of recordings longer than 40 frames: windows are shared; text, segments and times stay."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,10 +3,7 @@
 Keys are shared in each rank's part of the heads. What a rank lacks comes by all-reduce, inside of the model's modules.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from architectures import Architecture
@@ -39,14 +36,14 @@ with open(f"{folder}/rank-{os.environ['RANK']}.json", "w") as file:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     lively(Architecture("llama", "causal").model()).save_pretrained(folder)
     return folder
 
 
 @pytest.mark.slow
-def test_tensor_parallel_ranks_share_the_keys_of_their_heads(saved: Path) -> None:
+def test_tensor_parallel_ranks_share_the_keys_of_their_heads(saved):
     """Each rank compares with the unpatched library, which runs on the same two ranks; and both say the same."""
     (saved / "rank.py").write_text(RANK)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -60,7 +57,7 @@ def test_tensor_parallel_ranks_share_the_keys_of_their_heads(saved: Path) -> Non
     assert first["beams"]["sequences"] == whole.generate(**padded(9, 5), **BEAMS).tolist()
 
 
-def test_a_model_by_device_map_auto_shares_keys(saved: Path, tmp_path: Path) -> None:
+def test_a_model_by_device_map_auto_shares_keys(saved, tmp_path):
     """All that fits is in the memory of the CPU, and the rest on disk."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         saved, device_map="auto", max_memory={"cpu": "60KB"}, offload_folder=tmp_path

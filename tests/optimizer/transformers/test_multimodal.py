@@ -1,7 +1,5 @@
 """Models that also take images: prompts of text and of images are shared as in other models."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -5,8 +5,6 @@ Without its cache the library mixes up positions in the predict streams of more 
 without its cache, which has none of the defects of its cache, is what these tests compare with.
 """
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from types import FunctionType

@@ -1,7 +1,5 @@
 """Calls that the library refuses: its own error, once, after as much as it has done; nothing is switched off."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

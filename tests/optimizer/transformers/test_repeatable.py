@@ -1,8 +1,5 @@
 """With FASTGEN_REPEATABLE=1 a call gives the same bits whatever was called before it."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -49,7 +46,7 @@ def beams(
 
 
 @pytest.fixture
-def repeatable() -> Iterator[None]:
+def repeatable():
     with configured(repeatable=True):
         yield
 

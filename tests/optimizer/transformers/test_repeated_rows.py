@@ -1,7 +1,5 @@
 """Rows that the caller has repeated, not all equally often: one of each goes through the prefill."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from architectures import SPECIAL

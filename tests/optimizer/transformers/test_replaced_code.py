@@ -1,7 +1,5 @@
 """User code in the place of the library's, around a generate or in its steps, sees the rows that it sees there."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

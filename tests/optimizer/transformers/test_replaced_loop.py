@@ -1,7 +1,5 @@
 """What a program has put into a decoding loop: functions, another `__call__`, values of each row, other widths."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

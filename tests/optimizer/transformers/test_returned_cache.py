@@ -1,7 +1,5 @@
 """Caches that come out of `generate` are the library's own, and caches that a caller puts in are left alone."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
@@ -151,8 +149,7 @@ def test_quantized_cache_is_left_alone(arguments):
 
 @BOTH
 @pytest.mark.parametrize(
-    ("what", "name"),
-    [("embeddings", name) for name in NAMES] + [("encoder outputs", name) for name in SEQ2SEQ],
+    ("what", "name"), [("embeddings", name) for name in NAMES] + [("encoder outputs", name) for name in SEQ2SEQ]
 )
 def test_states_in_the_place_of_tokens(what, name, arguments):
     model, inputs = unchanged(name), inputs_of(name, 9, 5)

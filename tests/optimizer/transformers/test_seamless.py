@@ -1,7 +1,5 @@
 """Seamless M4T of both versions: the same tokens, units and waveforms; what each stage did is told."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
@@ -52,7 +50,7 @@ def compare(model: Any, kind: str, batch_size: int, **options: Any) -> Report:
 @pytest.mark.parametrize("num_beams", [1, 5])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("version", SIZES)
-def test_all_classes(version: str, kind: str, num_beams: int, batch_size: int) -> None:
+def test_all_classes(version, kind, num_beams, batch_size):
     model = seamless(version, kind)
     with configured(share="always"):
         report = compare(model, kind, batch_size, num_beams=num_beams)
@@ -63,7 +61,7 @@ def test_all_classes(version: str, kind: str, num_beams: int, batch_size: int) -
 
 
 @pytest.mark.parametrize("version", SIZES)
-def test_the_stages_are_told(version: str) -> None:
+def test_the_stages_are_told(version):
     kind = "ForSpeechToSpeech"
     with capturing():
         report = compare(seamless(version, kind), kind, 2)
@@ -81,7 +79,7 @@ def test_the_stages_are_told(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", SIZES)
-def test_units_are_drawn_from_the_same_random_numbers(version: str) -> None:
+def test_units_are_drawn_from_the_same_random_numbers(version):
     model, inputs = seamless(version, "ForTextToSpeech"), inputs_of("ForTextToSpeech", 2)
     options = {"text_num_beams": 3, "speech_do_sample": True, "speech_temperature": 1.5, "text_min_new_tokens": STEPS}
     found = []
@@ -95,7 +93,7 @@ def test_units_are_drawn_from_the_same_random_numbers(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", SIZES)
-def test_an_output_that_the_caller_gets_has_everything(version: str) -> None:
+def test_an_output_that_the_caller_gets_has_everything(version):
     model, inputs = seamless(version, "Model"), inputs_of("Model", 2)
     found = []
     for context in (fastgen.disabled(), capturing()):
@@ -108,12 +106,12 @@ def test_an_output_that_the_caller_gets_has_everything(version: str) -> None:
         torch.testing.assert_close(other, one)
 
 
-def test_several_outputs_of_version_1_are_chosen_by_their_scores() -> None:
+def test_several_outputs_of_version_1_are_chosen_by_their_scores():
     options = {"num_beams": 4, "num_return_sequences": 3}
     compare(seamless("SeamlessM4T", "ForTextToSpeech"), "ForTextToSpeech", 2, **options)
 
 
-def test_a_table_of_positions_that_has_to_grow_is_not_captured() -> None:
+def test_a_table_of_positions_that_has_to_grow_is_not_captured():
     model = seamless("SeamlessM4T", "ForTextToText")
     table = model.text_decoder.embed_positions
     for positions in (STEPS, 100):
@@ -146,7 +144,7 @@ def encoder_calls(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -
 
 @pytest.mark.parametrize("kind", ["ForSpeechToSpeech", "Model"])
 @pytest.mark.parametrize("version", SIZES)
-def test_the_speech_encoder_hears_an_input_once(version: str, kind: str) -> None:
+def test_the_speech_encoder_hears_an_input_once(version, kind):
     model, inputs = seamless(version, kind), inputs_of("ForSpeechToSpeech", 2)
     with fastgen.disabled():
         times, stock = encoder_calls(model, inputs)
@@ -174,7 +172,7 @@ class Noise(torch.nn.Module):
     ],
     ids=("hook", "dropout", "noise"),
 )
-def test_the_speech_encoder_hears_twice_if_it_is_changed(change: Any) -> None:
+def test_the_speech_encoder_hears_twice_if_it_is_changed(change):
     model, inputs = seamless("SeamlessM4Tv2", "ForSpeechToSpeech"), inputs_of("ForSpeechToSpeech", 2)
     change(model.speech_encoder)
     assert encoder_calls(model, inputs)[0] == 2
@@ -191,7 +189,7 @@ class Writes(transformers.LogitsProcessor):
         return scores
 
 
-def test_the_speech_encoder_hears_twice_if_somebody_could_tell() -> None:
+def test_the_speech_encoder_hears_twice_if_somebody_could_tell():
     model = seamless("SeamlessM4Tv2", "ForSpeechToSpeech")
     with torch.inference_mode():
         assert encoder_calls(model, inputs_of("ForSpeechToSpeech", 2))[0] == 2

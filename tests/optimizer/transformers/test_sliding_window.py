@@ -1,7 +1,5 @@
 """Layers with a sliding window keep the prompt once per input, as long as a row sees some of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from parity import (
@@ -95,9 +93,5 @@ def test_the_returned_cache_takes_the_next_token(window):
 def test_assisted_decoding_keeps_what_the_window_has_left_behind():
     model, assistant = model_of("mistral", 7), model_of("mistral", 5)
     assert_same(
-        model,
-        {"input_ids": token_ids(1, LENGTH)},
-        assistant_model=assistant,
-        max_new_tokens=7,
-        do_sample=False,
+        model, {"input_ids": token_ids(1, LENGTH)}, assistant_model=assistant, max_new_tokens=7, do_sample=False
     )

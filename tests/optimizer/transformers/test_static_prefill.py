@@ -1,7 +1,5 @@
 """Static caches by name: the prefill runs once per input, and all the rest is as the library makes it."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """Training mode is shared where nothing is dropped: the same tokens, and the same training step afterwards."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

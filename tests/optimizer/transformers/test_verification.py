@@ -1,7 +1,5 @@
 """Model classes and versions of transformers that nobody has compared are compared before they are trusted."""
 
-from __future__ import annotations
-
 import functools
 import random
 import sys

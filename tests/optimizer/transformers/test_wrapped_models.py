@@ -1,9 +1,5 @@
 """Models inside of DDP, FSDP and PEFT, as trainers hold them: shared, or left alone with a reason."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed
@@ -18,7 +14,7 @@ pytestmark = [pytest.mark.usefixtures("share_always", "process_group"), pytest.m
 
 
 @pytest.fixture(scope="module")
-def process_group() -> Iterator[None]:
+def process_group():
     """A group of this process alone. Nothing holds it afterwards, as torch's cache of sharded tensors would.
 
     A process that another thread forks ends the group with that cache, and waits for the group's threads for ever.

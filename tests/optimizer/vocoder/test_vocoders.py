@@ -1,7 +1,5 @@
 """The vocoders of Seamless M4T and of fairseq, with oneDNN, against the library's own forward."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -87,7 +85,7 @@ def onednn(is_used: bool = True) -> Iterator[None]:
 
 
 @pytest.fixture
-def generator() -> Iterator[nn.Module]:
+def generator():
     with onednn():
         yield seamless("SeamlessM4T")
 

@@ -1,4 +1,4 @@
-"""`make check CHANGED=1`: the tests of what has changed, in a repository that each test writes."""
+"""`make check CHANGED=1` selects the tests of changed files, in a repository that each test writes."""
 
 import subprocess
 from pathlib import Path

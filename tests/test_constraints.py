@@ -1,5 +1,6 @@
-"""constraints.txt holds versions that the extras of pyproject.toml accept, for every Python that is supported."""
+"""Versions: constraints.txt suits the extras for every supported Python; tested ranges are those of the matrix."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -7,6 +8,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from fastgen.optimizer import fairseq, transformers
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -27,7 +31,7 @@ def wanted():
 
 def constraints(python: str) -> dict[str, SpecifierSet]:
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
-    return {canonicalize_name(one.name): one.specifier for one in map(Requirement, lines) if holds(one, python)}
+    return {canonicalize_name(line.name): line.specifier for line in map(Requirement, lines) if holds(line, python)}
 
 
 def holds(requirement: Requirement, python: str) -> bool:
@@ -45,3 +49,14 @@ def test_no_extra_refuses_the_version_of_the_constraints(wanted, python):
                     assert requirement.specifier.contains(allowed.version), f"[{extra}] {requirement}: {allowed}"
                     checked += 1
     assert checked > 10
+
+
+TESTED = {"transformers": transformers.TESTED, "fairseq": fairseq.TESTED}
+ROWS = json.loads((ROOT / "tools" / "matrix" / "results.json").read_text())
+
+
+@pytest.mark.parametrize("host", TESTED)
+def test_tested_versions_are_those_of_the_matrix(host):
+    ran = sorted({Version(row[host]) for row in ROWS if row.get(host)})
+    assert (str(ran[0]), str(ran[-1])) == TESTED[host]
+    assert [(row["name"], row["failed"]) for row in ROWS if row["failed"]] == []

@@ -1,4 +1,4 @@
-"""What linters do not check: words of decoding, how long functions are, names of tests, and which cover a module."""
+"""Rules that no linter has: words of decoding, lengths of functions, names of tests, and the tests of a module."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ HOSTS = re.compile("transformers|fairseq|hugging ?face", re.IGNORECASE)
 
 
 def test_decoding_names_no_host():
-    """It serves any: what it knows of one would be wrong for the next."""
+    """It serves any host: facts of one would be wrong for the next."""
     files = sorted((ROOT / "fastgen/optimizer/decoding").glob("*.py"))
     lines = [(file.name, line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     assert len(lines) > 500
@@ -48,7 +48,7 @@ def test_lists_of_tests_name_tests_that_exist(name):
 
 
 def test_modules_name_the_tests_that_cover_them():
-    """At the end of the docstring of each module that has code: `Tests:` and the paths."""
+    """The docstring of each module that has code ends with `Tests:` and their paths."""
     modules = [path for path in sorted((ROOT / "fastgen").rglob("*.py")) if has_code(path)]
     assert len(modules) > 30
     assert [str(path) for path in modules if not named_tests(path)] == []

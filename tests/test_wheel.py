@@ -1,4 +1,4 @@
-"""One wheel serves all versions of Python: its kernels load and compute in each that is here, without a compiler."""
+"""One wheel serves all versions of Python: its kernels load and run in each installed one, without a compiler."""
 
 import os
 import shutil
@@ -34,7 +34,7 @@ for path in sorted(site.rglob("*.so")):
 
 
 def pythons() -> list[str]:
-    """The interpreters of pyenv that fastgen supports, or this one."""
+    """Returns the interpreters of pyenv that fastgen supports, or this one."""
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     versions = sorted(path for path in root.glob("3.*/bin/python") if _version(path) >= OLDEST)
     return [str(path) for path in versions] or [sys.executable]
@@ -53,18 +53,10 @@ def wheel(tmp_path_factory):
         shutil.copytree(REPOSITORY / name, sources / name, ignore=ignored)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(REPOSITORY / name, sources)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        folder,
-        sources,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"CUDA_HOME": str(folder)})
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    done = subprocess.run(
+        [*pip, folder, sources], capture_output=True, text=True, env=os.environ | {"CUDA_HOME": str(folder)}
+    )
     assert done.returncode == 0, done.stderr
     (built,) = folder.glob("*.whl")
     return built

@@ -1,4 +1,4 @@
-"""Captured steps, CUDA and Triton kernels are on; products are exact in fp32, without TF32."""
+"""Settings of all tests on a GPU: captured steps, CUDA and Triton kernels on, exact products without TF32."""
 
 from unittest import mock
 

@@ -13,17 +13,19 @@ from fastgen.batch.pipeline import SplitOnOOM
 from fastgen.cli.transformers.command import main
 
 
-def plain_loop(folder: Path, lines: list[str], bs: int, causal_lm: bool = False, **settings: object) -> list[str]:
+def plain_loop(
+    folder: Path, lines: list[str], bs: int, causal_lm: bool = False, device: str = "cpu", **settings: object
+) -> list[str]:
     """Generates as a user would without fastgen."""
     kind = transformers.AutoModelForCausalLM if causal_lm else transformers.AutoModelForSeq2SeqLM
-    model, tokenizer = kind.from_pretrained(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = kind.from_pretrained(folder).to(device), transformers.AutoTokenizer.from_pretrained(folder)
     if causal_lm:
         tokenizer.padding_side = "left"
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     texts = []
     with fastgen.disabled():
         for start in range(0, len(lines), bs):
-            batch = tokenizer(lines[start : start + bs], padding=True, return_tensors="pt")
+            batch = tokenizer(lines[start : start + bs], padding=True, return_tensors="pt").to(device)
             sequences = model.generate(
                 input_ids=batch.input_ids,
                 attention_mask=batch.attention_mask,

@@ -156,7 +156,9 @@ def assert_equal_outputs(stock: Any, fast: Any, tolerance: float = 1e-4, name: s
         assert stock.shape == fast.shape, f"{name}: shapes {tuple(stock.shape)} and {tuple(fast.shape)}"
         assert stock.dtype == fast.dtype and stock.device == fast.device, f"{name}: {stock.dtype} and {fast.dtype}"
         if stock.is_floating_point():
-            torch.testing.assert_close(fast, stock, atol=tolerance, rtol=tolerance, equal_nan=True, msg=_named(name))
+            torch.testing.assert_close(
+                fast, stock, atol=tolerance, rtol=tolerance, equal_nan=True, msg=lambda message: f"{name}: {message}"
+            )
         else:
             assert torch.equal(stock, fast), f"{name}: {stock.tolist()} and {fast.tolist()}"
     elif isinstance(stock, Cache):
@@ -236,7 +238,3 @@ def filled_cache(model: torch.nn.Module, prefix: torch.Tensor) -> DynamicCache:
     """Returns a cache that holds the prefix."""
     with torch.no_grad():
         return model(prefix, past_key_values=DynamicCache(config=model.config), use_cache=True).past_key_values
-
-
-def _named(name: str) -> Callable[[str], str]:
-    return lambda message: f"{name}: {message}"

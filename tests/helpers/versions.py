@@ -1,10 +1,13 @@
-"""Marks for tests of what older versions of a library cannot do, or do wrong by themselves."""
+"""Marks of tests that need a GPU, or what older versions of a library cannot do, or do wrong by themselves."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
+import torch
 from packaging.version import Version
 from transformers.integrations import peft as integration
+
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 def needs(library: str, lowest: str, why: str) -> pytest.MarkDecorator:

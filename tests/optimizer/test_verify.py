@@ -60,12 +60,6 @@ class Differs(LlamaForCausalLM):
         return outputs
 
 
-def differing() -> Differs:
-    model = tiny("llama")
-    model.__class__, model.generation_config.eos_token_id = Differs, None
-    return model
-
-
 def log_prob_sum(model: LlamaForCausalLM, inputs: dict, row: int, sequence: torch.Tensor) -> float:
     """Returns the log-probability of the tokens after the prompt, from one forward over all of them."""
     start = inputs["input_ids"].shape[1]
@@ -81,7 +75,8 @@ def log_prob_sum(model: LlamaForCausalLM, inputs: dict, row: int, sequence: torc
 
 @pytest.mark.parametrize("num_beams", [1, 2])
 def test_the_first_difference_has_step_row_scores_and_gap(num_beams):
-    model, inputs = differing(), padded(9, 5)
+    model, inputs = tiny("llama"), padded(9, 5)
+    model.__class__, model.generation_config.eos_token_id = Differs, None
     arguments = {"max_new_tokens": 6, "do_sample": False, "num_beams": num_beams}
     result = fastgen.verify(model, inputs, **arguments)
     with fastgen.disabled():

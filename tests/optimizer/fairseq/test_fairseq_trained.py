@@ -1,4 +1,4 @@
-"""Trained fairseq models load through the hub and translate, score and go on as with the unpatched fairseq."""
+"""Trained fairseq models load through the hub, translate, score and continue texts as in unpatched fairseq."""
 
 import types
 from argparse import Namespace
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def safe_loading_of_checkpoints():
-    """The unpatched library cannot read its own checkpoints otherwise."""
+    """Allows the class without which the unpatched library cannot read its own checkpoints."""
     if not hasattr(torch.serialization, "safe_globals"):
         yield
         return
@@ -70,7 +70,7 @@ def bart(hub):
     return bart
 
 
-def assert_same_of_tokens(hub: Any, lines: int, **options: Any) -> None:
+def assert_same_from_tokens(hub: Any, lines: int, **options: Any) -> None:
     tokens = [hub.encode(line) for line in hub.lines[:lines]]
     both = run_both(lambda: hub.generate(tokens, **options))
     assert_same_hypotheses(both.stock, both.fast)
@@ -87,16 +87,16 @@ def test_translations_come_back_in_the_order_of_the_inputs(hub, beam, batch_size
 
 def test_diverse_groups_work_through_the_hub(hub):
     hub.cfg.dataset.max_tokens = 4000  # one batch: upstream stops with IndexError in the second
-    assert_same_of_tokens(hub, 24, beam=4, diverse_beam_groups=2)
+    assert_same_from_tokens(hub, 24, beam=4, diverse_beam_groups=2)
 
 
-def test_reference_is_scored_alike(language_model):
+def test_references_are_scored_alike(language_model):
     both = run_both(lambda: language_model.score(language_model.lines[:12]))
     assert_same_hypotheses([[item] for item in both.stock], [[item] for item in both.fast])
 
 
 @pytest.mark.parametrize("options", ({"beam": 4}, {"beam": 3, "sampling": True, "sampling_topk": 8}, {"beam": 1}))
-def test_language_model_goes_on(language_model, options):
+def test_a_language_model_continues_texts_alike(language_model, options):
     starts = [" ".join(line.split()[:length]) for length, line in enumerate(language_model.lines[:5], start=1)]
     both = run_both(lambda: language_model.sample(starts, max_len_b=40, **options))
     assert both.stock == both.fast
@@ -104,12 +104,11 @@ def test_language_model_goes_on(language_model, options):
 
 
 def test_bart_of_the_hub_samples_lines(bart):
-    """`BARTHubInterface` over a random model: `sample` as in upstream's README."""
     options = {"beam": 4, "lenpen": 2.0, "max_len_b": 20, "min_len": 5}
     both = run_both(lambda: bart.sample(bart.lines[:6], **options))
     assert both.stock == both.fast
-    assert_same_of_tokens(bart, 6, **options)
-    assert_same_of_tokens(bart, 6, **options | {"max_len_b": 30, "min_len": 15, "no_repeat_ngram_size": 3})
+    assert_same_from_tokens(bart, 6, **options)
+    assert_same_from_tokens(bart, 6, **options | {"max_len_b": 30, "min_len": 15, "no_repeat_ngram_size": 3})
 
 
 @pytest.mark.parametrize("options", ({}, {"topk": 2, "match_source_len": False}), ids=("as long", "any length"))

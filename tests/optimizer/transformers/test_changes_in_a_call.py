@@ -1,4 +1,4 @@
-"""User code that runs in each step may change the model: what follows is what it is in the library."""
+"""User code that runs in each step may change the model: the following steps are those of the library."""
 
 from random import Random
 from typing import Any
@@ -34,13 +34,13 @@ def generate(model: Any, change: Any, kind: str = "processor", **arguments: Any)
 
 
 def generated(change: Any, *kind: str, name: str = "llama", **arguments: Any) -> list[torch.Tensor]:
-    """Of calls on one model: of the first two nothing is changed, in the third it is, and a fourth follows."""
+    """Returns the outputs of four calls on one model, which is changed within the third."""
     model = tiny(name, attention_dropout=0.3)
     if change is adapter:
         change(Random(1), model.eval())
         model.eval()
     try:
-        outputs = [generate(model, one, *kind, **arguments) for one in (nothing, nothing, change)]
+        outputs = [generate(model, each, *kind, **arguments) for each in (nothing, nothing, change)]
         model.eval()
         return [*outputs, generate(model, nothing, *kind, **arguments)]
     finally:
@@ -58,7 +58,7 @@ def generated(change: Any, *kind: str, name: str = "llama", **arguments: Any) ->
     ],
 )
 @pytest.mark.parametrize("change", [*CHANGES, hook_of_all_modules])
-def test_what_user_code_changes_within_a_call_is_seen(change, kind, arguments):
+def test_a_change_by_user_code_within_a_call_counts(change, kind, arguments):
     both = run_both(lambda: generated(change, kind, **arguments))
     for stock, fast in zip(both.stock, both.fast, strict=True):
         assert torch.equal(stock, fast)

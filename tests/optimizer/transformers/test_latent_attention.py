@@ -59,7 +59,7 @@ def test_latents_are_expanded_in_parts(name, arguments):
 
 
 @BOTH
-def test_eager_attention(arguments):
+def test_eager_attention_multiplies_segments(arguments):
     model = latent("deepseek_v3")
     model.set_attn_implementation("eager")
     assert set(assert_same(model, padded(9, 5), **arguments).kernels) == {"matmul"}
@@ -95,7 +95,7 @@ def test_calls_of_two_threads_may_end_in_any_order():
 
 
 @pytest.mark.parametrize("place", ("class", "module"))
-def test_an_expansion_of_the_program_gets_whole_latents(place, monkeypatch):
+def test_an_expansion_of_user_code_gets_whole_latents(place, monkeypatch):
     model = latent("deepseek_v3")
     attention = model.model.layers[0].self_attn
     owner = type(attention) if place == "class" else attention

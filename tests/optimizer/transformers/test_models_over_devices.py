@@ -1,6 +1,6 @@
 """Models too large for a device: `tp_plan="auto"` in two ranks, and `device_map="auto"`.
 
-Keys are shared in each rank's part of the heads. What a rank lacks comes by all-reduce, inside of the model's modules.
+Keys are shared in each rank's part of the heads; the other parts come by all-reduce, inside of the model's modules.
 """
 
 import json
@@ -25,13 +25,13 @@ folder = sys.argv[1]
 model = transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval()
 heads = model.model.layers[0].self_attn.k_proj.weight
 assert heads.to_local().shape[0] == heads.shape[0] // 2  # this rank has half of them
-found = {}
+results = {}
 for name, arguments in {"beams": BEAMS, "samples": SAMPLES}.items():
     with configured(share="always"):
         both = compared(model, padded(9, 5), **arguments)
-    found[name] = {"shared": is_shared(both.report, PROMPT), "sequences": both.fast.sequences.tolist()}
+    results[name] = {"shared": is_shared(both.report, PROMPT), "sequences": both.fast.sequences.tolist()}
 with open(f"{folder}/rank-{os.environ['RANK']}.json", "w") as file:
-    json.dump(found, file)
+    json.dump(results, file)
 """
 
 
@@ -44,7 +44,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.slow
 def test_tensor_parallel_ranks_share_the_keys_of_their_heads(saved):
-    """Each rank compares with the unpatched library, which runs on the same two ranks; and both say the same."""
+    """Each rank compares with the unpatched library on the same two ranks, and both have the same outputs."""
     (saved / "rank.py").write_text(RANK)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     helpers = str(REPOSITORY / "tests/helpers")
@@ -58,7 +58,7 @@ def test_tensor_parallel_ranks_share_the_keys_of_their_heads(saved):
 
 
 def test_a_model_by_device_map_auto_shares_keys(saved, tmp_path):
-    """All that fits is in the memory of the CPU, and the rest on disk."""
+    """The memory of the CPU holds as much as fits, and the disk the rest."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         saved, device_map="auto", max_memory={"cpu": "60KB"}, offload_folder=tmp_path
     ).eval()

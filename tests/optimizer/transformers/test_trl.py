@@ -55,7 +55,7 @@ def prompts() -> datasets.Dataset:
 
 
 def trained(name: str, tokenizer: Any, folder: Any, adapters: bool, options: dict[str, Any]) -> Both:
-    """What `train` returns without fastgen and with it: completions, losses, weights, and reports of all steps."""
+    """Compares training without fastgen and with it; returns completions, losses, weights, and reports of both."""
 
     def train() -> tuple[list[Any], list[float], list[torch.Tensor], list[Report | None]]:
         completions: list[Any] = []
@@ -117,5 +117,5 @@ def test_training_is_the_same_with_the_trainers_defaults(tokenizer, tmp_path, na
     reports = trained(name, tokenizer, tmp_path, adapters, {"max_completion_length": 30}).fast[-1]
     for report in reports:
         codes = report.codes(DECODE_STEPS)
-        assert "AUTOCAST" in codes or (adapters and report.replays)  # it is the forward around adapters that begins it
+        assert "AUTOCAST" in codes or (adapters and report.replays)  # the forward around adapters begins it
         assert "CAPTURE_REFUSED" not in codes

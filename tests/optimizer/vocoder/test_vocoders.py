@@ -183,10 +183,6 @@ class LouderModel(modeling_seamless_m4t.SeamlessM4THifiGan):
         return super().forward(inputs_embeds) * 2
 
 
-def one_step_for_all(generator: nn.Module) -> None:
-    generator.resblocks[0].convs2[0] = nn.Conv1d(8, 8, 4, stride=100, padding=1)
-
-
 PUT_IN: dict[str, Callable[[nn.Module], object]] = {
     "spectral norm": lambda generator: parametrizations.spectral_norm(generator.conv_post),
     "pruned": lambda generator: prune.random_unstructured(generator.conv_post, "weight", amount=0.5),
@@ -194,7 +190,9 @@ PUT_IN: dict[str, Callable[[nn.Module], object]] = {
     "layers": lambda generator: setattr(generator, "conv_pre", Louder(CHANNELS, 16, 7, padding=3)),
     "training mode": lambda generator: generator.train(),
     "subclass": lambda generator: setattr(generator, "__class__", LouderModel),
-    "one step that is added to each": one_step_for_all,
+    "one step that is added to each": lambda generator: generator.resblocks[0].convs2.__setitem__(
+        0, nn.Conv1d(8, 8, 4, stride=100, padding=1)
+    ),
 }
 
 

@@ -125,7 +125,8 @@ def test_steps_are_captured_in_and_out_of_inference_mode(name):
 # Changes between calls: weights are read where they are; another state of the model is captured anew.
 
 
-OTHER_CHANGES: dict[str, Callable[[Random, Any], Any]] = {
+ALL_CHANGES: dict[str, Callable[[Random, Any], Any]] = {
+    **{change.__name__: change for change in CHANGES},
     "buffer": lambda random, model: setattr(model.model.rotary_emb, "inv_freq", 0.5 * model.model.rotary_emb.inv_freq),
     "parametrization": lambda random, model: nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj),
     "configuration": lambda random, model: setattr(model.config, "some_switch", True),
@@ -133,7 +134,7 @@ OTHER_CHANGES: dict[str, Callable[[Random, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", [*CHANGES, *OTHER_CHANGES.values()], ids=[*CHANGES, *OTHER_CHANGES])
+@pytest.mark.parametrize("change", ALL_CHANGES.values(), ids=ALL_CHANGES)
 def test_only_weights_that_are_written_keep_their_graphs(change):
     model = tiny("llama")
     if change is adapter:  # first it is added, then switched off

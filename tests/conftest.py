@@ -1,7 +1,5 @@
 """Hooks of pytest, and fixtures that several test files use."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil
@@ -59,7 +57,7 @@ def _has_group(item: pytest.Item) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def _patches() -> Iterator[None]:
+def _patches():
     """Loads all replacements before a test, and checks that no patch failed in it for the rest of the process.
 
     A module that is imported while a test has replaced something would keep the replacement.
@@ -79,7 +77,7 @@ def _switched_off(optimizer: Any) -> list[str]:
 
 
 @pytest.fixture
-def share_always() -> Iterator[None]:
+def share_always():
     """Shares whatever can be shared: with models this tiny it would not pay."""
     from fastgen.testing import configured
 
@@ -88,7 +86,7 @@ def share_always() -> Iterator[None]:
 
 
 @pytest.fixture(params=("copied", "in place"))
-def repeated(request: pytest.FixtureRequest) -> Iterator[None]:
+def repeated(request):
     """Computes prompts once, and repeats their keys for each row: as plain layers, or written in place."""
     from fastgen.testing import configured, costs
 
@@ -98,7 +96,7 @@ def repeated(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def rows(monkeypatch):
     """The numbers of rows that the embedding of tokens sees, one for each forward."""
     from torch.nn import functional
 
@@ -115,7 +113,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
+def one_thread():
     """Gives torch one thread: several only get in each other's way in models and sounds that are small."""
     import torch
 

@@ -1,7 +1,5 @@
 """Inputs that begin alike: they meet in batches, and what they begin with is kept from batch to batch."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

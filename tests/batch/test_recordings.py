@@ -1,7 +1,5 @@
 """Recordings through the command: text, segments and times are those of a plain call of Whisper for each."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -197,10 +195,7 @@ def test_a_recording_that_would_be_cut_fails_by_name(whisper, capsys):
     [
         (("return_timestamps=word",), "--gen return_timestamps: 'word' is not known (accepted: true, false)"),
         (("logprob_threshold=low",), "--gen logprob_threshold: 'low' is no number"),
-        (
-            ("no_speech_threshold=0.6",),
-            "no_speech_threshold 0.6 needs a logprob_threshold (accepted: both)",
-        ),
+        (("no_speech_threshold=0.6",), "no_speech_threshold 0.6 needs a logprob_threshold (accepted: both)"),
     ],
 )
 def test_settings_that_cannot_be_used(whisper, capsys, settings, message):

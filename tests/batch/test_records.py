@@ -61,10 +61,7 @@ def finish(
 
 
 def generated(
-    raw: list[str | bytes],
-    sequences: list[list[int]],
-    scores: list[float] | None = None,
-    others: tuple[Item, ...] = (),
+    raw: list[str | bytes], sequences: list[list[int]], scores: list[float] | None = None, others: tuple[Item, ...] = ()
 ) -> tuple[GeneratedBatch, list[Item]]:
     lines = [Line(number, each.encode() if isinstance(each, str) else each) for number, each in enumerate(raw, start=1)]
     return GeneratedBatch([Item(line, length=4) for line in lines], np.array(sequences, np.int64), scores), list(others)
@@ -197,10 +194,7 @@ FIELDS = [
         '{"outp\\u0075ts": 1.0, "outputs_1": 2, "input_tokens_x": 3}',
         '{"outputs_2": 1.0, "outputs_1": 2, "input_tokens_x": 3}',
     ),
-    (
-        '{"a": {"outputs": 1}, "outputs": 9, "error_1": 1}',
-        '{"a": {"outputs": 1}, "outputs_2": 9, "error_1": 1}',
-    ),
+    ('{"a": {"outputs": 1}, "outputs": 9, "error_1": 1}', '{"a": {"outputs": 1}, "outputs_2": 9, "error_1": 1}'),
 ]
 
 

@@ -155,11 +155,7 @@ def test_launchers_are_asked_with_auto_only():
         (("--num_shards", "3", "--shard_id", "auto"), TORCHRUN, "--shard_id 3 (accepted: 0 to 2): auto takes it from"),
         (("--num_shards", "8", "--shard_id", "auto"), array(8, *range(1, 9)), "with --array=0-7"),
         (AUTO, array(3, 3, 6), "SLURM_ARRAY_TASK_ID=3, SLURM_ARRAY_TASK_MIN=3"),
-        (
-            ("--num_shards", "auto", "--shard_id", "0"),
-            array(1, 1, 2, 3),
-            "--num_shards N, or a whole Slurm array",
-        ),
+        (("--num_shards", "auto", "--shard_id", "0"), array(1, 1, 2, 3), "--num_shards N, or a whole Slurm array"),
         (AUTO, {"JOB_COMPLETION_INDEX": "4"}, "JOB_COMPLETION_INDEX=4 does not say how many shards there are"),
         (("--num_shards", "2", "--shard_id", "1", "--reference_path", "r"), {}, "--reference_path r does not go with"),
     ],

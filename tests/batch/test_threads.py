@@ -1,7 +1,5 @@
 """OpenMP's variables in the commands: set before torch is loaded, unless the user has set them; quotas of CPU time."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

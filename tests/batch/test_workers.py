@@ -1,7 +1,5 @@
 """Workers write what one process writes, byte for byte; whatever ends one or all of them, no line is lost."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -11,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -89,14 +86,14 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+def runs_of_module(tmp_path_factory):
     made = Runs(tmp_path_factory.mktemp("runs"))
     yield made
     made.nodes.end()
 
 
 @pytest.fixture
-def runs(runs_of_module: Runs, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
+def runs(runs_of_module, monkeypatch):
     """What Ray leaves is in a folder; it has no token, which it would write into the user's folder."""
     folder = tempfile.mkdtemp(prefix="fastgen-ray-", dir="/tmp")  # paths of sockets are short
     for name, value in {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}.items():
@@ -124,7 +121,7 @@ def save_recordings(folder: Path) -> Path:
     ],
     ids=["samples", "scores", "speech"],
 )
-def test_workers_write_what_one_process_writes(save, flags: str, runs: Runs, tmp_path: Path) -> None:
+def test_workers_write_what_one_process_writes(save, flags, runs, tmp_path):
     """Scores are equal to the last bit, although each worker has captured other steps before."""
     files = {"model": save(tmp_path / "model"), "source": save_recordings(tmp_path) if "--task" in flags else None}
     runs.change("import fastgen\nfastgen.configure(share='always')")
@@ -134,7 +131,7 @@ def test_workers_write_what_one_process_writes(save, flags: str, runs: Runs, tmp
     assert (tmp_path / "out").read_bytes() == (tmp_path / "one").read_bytes()
 
 
-def test_workers_of_their_own_ray_write_the_same(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_workers_of_their_own_ray_write_the_same(runs, tmp_path, capsys):
     command = [str(runs.model), str(runs.source), str(tmp_path / "out"), *FLAGS, "--workers", "2", "--verbose"]
     assert main(command) == 1
     assert (tmp_path / "out").read_bytes() == runs.expected
@@ -142,12 +139,12 @@ def test_workers_of_their_own_ray_write_the_same(runs: Runs, tmp_path: Path, cap
     assert "line 72: has 122 tokens" in stderr and "82 lines in" in stderr
 
 
-def test_a_worker_has_the_threads_that_it_is_told() -> None:
+def test_a_worker_has_the_threads_that_it_is_told():
     code = "from fastgen.batch.workers import Worker; Worker(None, 2); import torch"
     assert run_code(f"{code}; print(torch.get_num_threads())", OMP_NUM_THREADS="1").strip() == "2"
 
 
-def test_auto_is_a_worker_for_each_gpu_or_four_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_a_worker_for_each_gpu_or_four_cpus(monkeypatch):
     args = parse_arguments(["MODEL", "in", "out", "--workers", "auto"])
     for gpus, cpus, count in ((3, 16, 3), (0, 17, 4), (0, 2, 1)):
         monkeypatch.setattr(workers, "usable_cpus", lambda cpus=cpus: cpus)
@@ -156,14 +153,14 @@ def test_auto_is_a_worker_for_each_gpu_or_four_cpus(monkeypatch: pytest.MonkeyPa
         workers.count_workers(parse_arguments(["MODEL", "in", "out", "--workers", "auto", "--ray", "a:1"]), 0)
 
 
-def test_a_batch_is_tried_again_if_its_worker_dies(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_batch_is_tried_again_if_its_worker_dies(runs, tmp_path, capsys):
     runs.change(POISON, folder=tmp_path, most=1)
     assert runs.run(tmp_path / "out", *FLAGS, *runs.cluster) == 1
     assert (tmp_path / "out").read_bytes() == runs.expected
     assert (tmp_path / "deaths").read_text() == "x" and capsys.readouterr().err.count("crashed at lines") == 1
 
 
-def test_a_line_that_ends_every_worker_fails_alone(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_line_that_ends_every_worker_fails_alone(runs, tmp_path, capsys):
     runs.change(POISON, folder=tmp_path, most=9)
     assert runs.run(tmp_path / "out", *FLAGS, *runs.cluster) == 1
     assert (tmp_path / "deaths").read_text() == "xxxx"  # four lines twice, two lines, one line
@@ -178,9 +175,7 @@ def test_a_line_that_ends_every_worker_fails_alone(runs: Runs, tmp_path: Path, c
 
 
 @pytest.mark.parametrize("most", [1, 2])
-def test_a_worker_without_a_model_is_left_out(
-    most: int, runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_worker_without_a_model_is_left_out(most, runs, tmp_path, capsys):
     """Its error ends the run if there is no other."""
     runs.change(UNLOADABLE, folder=tmp_path, most=most)
     status, stderr = runs.run(tmp_path / "out", *FLAGS, *runs.cluster), capsys.readouterr().err
@@ -191,7 +186,7 @@ def test_a_worker_without_a_model_is_left_out(
         assert status == 2 and stderr.endswith("error: MODEL x: bad\n") and not list(tmp_path.glob("out*"))
 
 
-def test_a_cluster_that_does_not_answer_is_named(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_cluster_that_does_not_answer_is_named(runs, tmp_path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     assert runs.run(tmp_path / "out", *FLAGS, "--workers", "2", "--ray", address) == 1
@@ -237,7 +232,7 @@ class Held:
 
 
 @pytest.fixture
-def held(runs: Runs, tmp_path: Path) -> Iterator[Held]:
+def held(runs, tmp_path):
     """With a Ray of its own."""
     command = Held(runs, tmp_path)
     with command.process:
@@ -246,14 +241,14 @@ def held(runs: Runs, tmp_path: Path) -> Iterator[Held]:
 
 
 @pytest.fixture
-def held_on_cluster(runs: Runs, tmp_path: Path) -> Iterator[Held]:
+def held_on_cluster(runs, tmp_path):
     command = Held(runs, tmp_path, *runs.cluster)
     with command.process:
         yield command
         command.process.kill()
 
 
-def test_a_node_of_a_cluster_is_removed_in_the_middle(runs: Runs, held_on_cluster: Held, tmp_path: Path) -> None:
+def test_a_node_of_a_cluster_is_removed_in_the_middle(runs, held_on_cluster, tmp_path):
     held_on_cluster.wait()
     runs.nodes.remove_node()
     (tmp_path / "go").touch()
@@ -264,9 +259,7 @@ def test_a_node_of_a_cluster_is_removed_in_the_middle(runs: Runs, held_on_cluste
 
 
 @pytest.mark.parametrize(("signals", "status"), [([signal.SIGINT], 130), ([signal.SIGTERM] * 2, 143)])
-def test_a_signal_lets_batches_finish_and_a_second_does_not(
-    signals: list[int], status: int, held_on_cluster: Held, tmp_path: Path
-) -> None:
+def test_a_signal_lets_batches_finish_and_a_second_does_not(signals, status, held_on_cluster, tmp_path):
     held_on_cluster.wait()
     held_on_cluster.process.send_signal(signals[0])
     while "finishing the batch in flight" not in held_on_cluster.process.stderr.readline():
@@ -283,9 +276,7 @@ def test_a_signal_lets_batches_finish_and_a_second_does_not(
 @pytest.mark.parametrize(
     ("name", "message"), [("raylet", "no worker is left"), ("gcs_server", "Ray's processes have ended")]
 )
-def test_a_run_ends_with_ray_and_can_be_resumed(
-    name: str, message: str, runs: Runs, held: Held, tmp_path: Path
-) -> None:
+def test_a_run_ends_with_ray_and_can_be_resumed(name, message, runs, held, tmp_path):
     held.wait()
     held.of_ray(name).kill()
     status, stderr = held.ended()
@@ -294,7 +285,7 @@ def test_a_run_ends_with_ray_and_can_be_resumed(
     assert (tmp_path / "out").read_bytes() == runs.expected
 
 
-def test_a_sigterm_while_ray_starts_ends_it(held: Held, tmp_path: Path) -> None:
+def test_a_sigterm_while_ray_starts_ends_it(held, tmp_path):
     raylet = held.of_ray("raylet")
     held.process.terminate()
     assert held.ended()[0] == 143

@@ -1,7 +1,5 @@
 """`python -m fastgen verify MODEL INPUT`."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

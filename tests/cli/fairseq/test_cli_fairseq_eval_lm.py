@@ -13,7 +13,7 @@ COMMAND = "import sys; from fastgen.cli.fairseq.command import eval_lm; sys.exit
 
 
 @pytest.fixture(scope="module")
-def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def arguments(tmp_path_factory):
     return make_language_model(tmp_path_factory.mktemp("fairseq-lm"))
 
 
@@ -22,7 +22,7 @@ def results(text: str) -> list[str]:
     return re.findall(r"fairseq_cli.eval_lm:(\d+ .*|Loss.*|num. model params.*|\w+\t.*)", text)
 
 
-def test_words_and_loss_are_fairseq_eval_lms(arguments: list[str]) -> None:
+def test_words_and_loss_are_fairseq_eval_lms(arguments):
     args = [*arguments, "--output-word-probs", "--output-word-stats"]
     expected = upstream("eval_lm", *args)
     for flags in ([], ["--no-fastgen"]):

@@ -29,7 +29,7 @@ class Doubling:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_lines_come_in_the_order_of_the_batches(count: int) -> None:
+def test_lines_come_in_the_order_of_the_batches(count):
     written: list[int] = []
     with Workers(Doubling(), written.append, count) as workers:
         for number in range(20):
@@ -40,7 +40,7 @@ def test_lines_come_in_the_order_of_the_batches(count: int) -> None:
     assert written[-1] == 40
 
 
-def test_submit_waits_while_too_much_is_unfinished(tmp_path: Path) -> None:
+def test_submit_waits_while_too_much_is_unfinished(tmp_path):
     file, limit = tmp_path / "all of it", 2 * UNFINISHED_BATCHES_PER_WORKER
     written: list[int] = []
     submitted: list[int] = []
@@ -62,7 +62,7 @@ def test_submit_waits_while_too_much_is_unfinished(tmp_path: Path) -> None:
     assert written == [2 * number for number in range(limit + 5)]
 
 
-def test_nothing_is_written_after_what_could_not_be() -> None:
+def test_nothing_is_written_after_what_could_not_be():
     written = []
 
     def write(result: int) -> None:
@@ -76,7 +76,7 @@ def test_nothing_is_written_after_what_could_not_be() -> None:
     assert written == [0, 2, 4]
 
 
-def test_batches_before_an_error_of_the_caller_are_written() -> None:
+def test_batches_before_an_error_of_the_caller_are_written():
     written: list[int] = []
     with pytest.raises(KeyError), Workers(Doubling(), written.append, 2) as workers:
         for number in range(5):
@@ -85,7 +85,7 @@ def test_batches_before_an_error_of_the_caller_are_written() -> None:
     assert written == [0, 2, 4, 6, 8]
 
 
-def test_an_interruption_writes_nothing_more(tmp_path: Path) -> None:
+def test_an_interruption_writes_nothing_more(tmp_path):
     written: list[int] = []
     with pytest.raises(KeyboardInterrupt), Workers(Doubling(), written.append, 1) as workers:
         for number in range(3):

@@ -1,4 +1,4 @@
-"""Tiny models as folders, made once for all tests of the batch library; no test changes one."""
+"""Folders of tiny models, saved once for all tests of the batch library; no test changes them."""
 
 import pytest
 from cli_language_models import save_whisper
@@ -7,7 +7,7 @@ from cli_models import save_bart, save_gpt2
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread(one_thread):
-    """The models are small."""
+    """Uses one thread, because the models are small."""
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Workers write what one process writes, byte for byte; whatever ends one or all of them, no line is lost."""
+"""Workers write the bytes of one process; however some or all of them end, no line is lost."""
 
 import json
 import re
@@ -30,7 +30,7 @@ from fastgen.batch import workers
 
 LINES = [*sentences(70), "", " ".join(WORDS * 2), *sentences(10, seed=1)]
 FLAGS = ("--bs", "4", "--beam", "2", "--output_format", "jsonl")
-# Line 33 ends the worker that generates for it, so many times.
+# Line 33 ends the worker that generates for it, that many times.
 POISON = """
 import os
 generate = SplitOnOOM.__call__
@@ -43,7 +43,7 @@ def ending(self, batch, start=0):
     return generate(self, batch, start)
 SplitOnOOM.__call__ = ending
 """
-# Workers wait in the batches from the ninth on until a file is there.
+# From the ninth batch on, workers wait until a file exists.
 HELD = """
 import os, time
 generate = SplitOnOOM.__call__
@@ -67,7 +67,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow, pytest.ma
 
 
 class Runs:
-    """A model, an INPUT, what one process writes, and a cluster of two nodes whose workers run a `change`."""
+    """A model, an INPUT, the output of one process, and a cluster of two nodes whose workers run a `change`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.model, self.source = folder, save_bart(folder / "bart"), folder / "in.txt"
@@ -87,14 +87,14 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs_of_module(tmp_path_factory):
-    made = Runs(tmp_path_factory.mktemp("runs"))
-    yield made
-    made.nodes.end()
+    runs = Runs(tmp_path_factory.mktemp("runs"))
+    yield runs
+    runs.nodes.end()
 
 
 @pytest.fixture
 def runs(runs_of_module, monkeypatch):
-    """What Ray leaves is in a folder; it has no token, which it would write into the user's folder."""
+    """Ray's files are in a folder; it has no token, which it would write into the user's folder."""
     folder = tempfile.mkdtemp(prefix="fastgen-ray-", dir="/tmp")  # paths of sockets are short
     for name, value in {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -122,16 +122,16 @@ def save_recordings(folder: Path) -> Path:
     ids=["samples", "scores", "speech"],
 )
 def test_workers_write_what_one_process_writes(save, flags, runs, tmp_path):
-    """Scores are equal to the last bit, although each worker has captured other steps before."""
+    """Scores are bit-equal, although each worker has captured other steps before."""
     files = {"model": save(tmp_path / "model"), "source": save_recordings(tmp_path) if "--task" in flags else None}
     runs.change("import fastgen\nfastgen.configure(share='always')")
     with configured(share="always"):
-        one = runs.run(tmp_path / "one", *flags.split(), **files)
-    assert runs.run(tmp_path / "out", *flags.split(), *runs.cluster, **files) == one
+        status = runs.run(tmp_path / "one", *flags.split(), **files)
+    assert runs.run(tmp_path / "out", *flags.split(), *runs.cluster, **files) == status
     assert (tmp_path / "out").read_bytes() == (tmp_path / "one").read_bytes()
 
 
-def test_workers_of_their_own_ray_write_the_same(runs, tmp_path, capsys):
+def test_workers_of_a_private_ray_write_the_same(runs, tmp_path, capsys):
     command = [str(runs.model), str(runs.source), str(tmp_path / "out"), *FLAGS, "--workers", "2", "--verbose"]
     assert main(command) == 1
     assert (tmp_path / "out").read_bytes() == runs.expected
@@ -139,7 +139,7 @@ def test_workers_of_their_own_ray_write_the_same(runs, tmp_path, capsys):
     assert "line 72: has 122 tokens" in stderr and "82 lines in" in stderr
 
 
-def test_a_worker_has_the_threads_that_it_is_told():
+def test_a_worker_has_the_requested_threads():
     code = "from fastgen.batch.workers import Worker; Worker(None, 2); import torch"
     assert run_code(f"{code}; print(torch.get_num_threads())", OMP_NUM_THREADS="1").strip() == "2"
 
@@ -176,7 +176,7 @@ def test_a_line_that_ends_every_worker_fails_alone(runs, tmp_path, capsys):
 
 @pytest.mark.parametrize("most", [1, 2])
 def test_a_worker_without_a_model_is_left_out(most, runs, tmp_path, capsys):
-    """Its error ends the run if there is no other."""
+    """Its error ends the run if no worker is left."""
     runs.change(UNLOADABLE, folder=tmp_path, most=most)
     status, stderr = runs.run(tmp_path / "out", *FLAGS, *runs.cluster), capsys.readouterr().err
     assert re.search("worker [01] is left out: MODEL x: bad\n", stderr)
@@ -197,7 +197,7 @@ def test_a_cluster_that_does_not_answer_is_named(runs, tmp_path, capsys):
 
 
 class Held:
-    """The command in a process of its own, whose two workers are held."""
+    """The command in its own process, whose two workers are held."""
 
     def __init__(self, runs: Runs, folder: Path, *flags: str) -> None:
         runs.change(HELD, folder=folder)
@@ -209,7 +209,7 @@ class Held:
             self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
     def wait(self) -> None:
-        """Until both workers are held, and what was done before is written."""
+        """Waits until both workers are held, and earlier batches are written."""
         part = self.folder / "out.part"
         while len(list(self.folder.glob("begun-*"))) < 10 or part.read_bytes().count(b"\n") < 1 + 8 * 5:
             assert self.process.poll() is None, self.process.stderr.read()
@@ -225,7 +225,7 @@ class Held:
             time.sleep(0.05)
 
     def ended(self) -> tuple[int, str]:
-        """Exit status and stderr."""
+        """Returns the exit status and stderr."""
         stderr = self.process.communicate()[1]
         assert "Traceback" not in stderr
         return self.process.returncode, stderr
@@ -233,7 +233,7 @@ class Held:
 
 @pytest.fixture
 def held(runs, tmp_path):
-    """With a Ray of its own."""
+    """Holds a run with a private Ray."""
     command = Held(runs, tmp_path)
     with command.process:
         yield command
@@ -248,7 +248,7 @@ def held_on_cluster(runs, tmp_path):
         command.process.kill()
 
 
-def test_a_node_of_a_cluster_is_removed_in_the_middle(runs, held_on_cluster, tmp_path):
+def test_a_run_survives_the_loss_of_a_node(runs, held_on_cluster, tmp_path):
     held_on_cluster.wait()
     runs.nodes.remove_node()
     (tmp_path / "go").touch()
@@ -259,7 +259,7 @@ def test_a_node_of_a_cluster_is_removed_in_the_middle(runs, held_on_cluster, tmp
 
 
 @pytest.mark.parametrize(("signals", "status"), [([signal.SIGINT], 130), ([signal.SIGTERM] * 2, 143)])
-def test_a_signal_lets_batches_finish_and_a_second_does_not(signals, status, held_on_cluster, tmp_path):
+def test_a_signal_lets_batches_finish_and_a_second_stops_them(signals, status, held_on_cluster, tmp_path):
     held_on_cluster.wait()
     held_on_cluster.process.send_signal(signals[0])
     while "finishing the batch in flight" not in held_on_cluster.process.stderr.readline():
@@ -276,7 +276,7 @@ def test_a_signal_lets_batches_finish_and_a_second_does_not(signals, status, hel
 @pytest.mark.parametrize(
     ("name", "message"), [("raylet", "no worker is left"), ("gcs_server", "Ray's processes have ended")]
 )
-def test_a_run_ends_with_ray_and_can_be_resumed(name, message, runs, held, tmp_path):
+def test_a_run_whose_ray_ends_can_be_resumed(name, message, runs, held, tmp_path):
     held.wait()
     held.of_ray(name).kill()
     status, stderr = held.ended()

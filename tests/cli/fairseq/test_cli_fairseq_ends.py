@@ -1,4 +1,4 @@
-"""However a run of fastgen-generate-for-fairseq ends, it says why, leaves whole lines, and no process behind."""
+"""However a run of fastgen-generate-for-fairseq ends, it says why, and leaves whole lines and no process."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from python_process import REPOSITORY, run_python
 
 from fastgen.cli.fairseq.command import generate
 
-# A command that a busy machine slows down has the time to end in order.
+# A command has time to end in order, even on a busy machine.
 COMMAND = """
 import sys
 from fastgen.cli.fairseq.command import generate
@@ -26,7 +26,7 @@ exits.SECONDS_TO_END = 1e6
 sys.exit(generate())
 """
 COMMAND = [sys.executable, "-c", COMMAND]
-# One line at a time and long outputs: a run that lasts longer than what is done to it.
+# One line at a time and long outputs, so that the run is interrupted before its end.
 SLOW = "--batch-size 1 --beam 8 --min-len 150 --max-len-b 200 --remove-bpe --tokenizer moses".split()
 
 
@@ -36,7 +36,7 @@ def data(tmp_path_factory):
 
 
 class Run:
-    """The command in a session of its own, writing into files."""
+    """The command in its own session, writing into files."""
 
     def __init__(self, folder: Path, *args: str) -> None:
         self.out, self.err = folder / "out", folder / "err"
@@ -45,7 +45,7 @@ class Run:
             self.process = subprocess.Popen([*COMMAND, *args], env=env, stdout=out, stderr=err, start_new_session=True)
 
     def wait_for_output(self) -> list[int]:
-        """Until the first lines are there; returns the processes that the command has started."""
+        """Waits for the first lines; returns the processes that the command has started."""
         while not self.out.stat().st_size:
             assert self.process.poll() is None, self.err.read_text()
             time.sleep(0.02)
@@ -68,8 +68,8 @@ def _status(pid: int) -> list[str]:
 
 
 def children(parent: int) -> list[int]:
-    found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    return sorted(pid for pid in found if _status(pid)[1] == str(parent))
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return sorted(pid for pid in pids if _status(pid)[1] == str(parent))
 
 
 def wait_until_gone(pids: list[int]) -> None:
@@ -126,7 +126,7 @@ class RaisesLate:
         return text
 
 
-def test_an_exception_in_a_worker_ends_the_run_after_what_came_before(data, capfd, monkeypatch):
+def test_an_exception_in_a_worker_follows_earlier_lines(data, capfd, monkeypatch):
     from fairseq.data.encoders import BPE_REGISTRY
 
     monkeypatch.setitem(BPE_REGISTRY, "byte_bpe", RaisesLate)
@@ -139,7 +139,7 @@ def test_an_exception_in_a_worker_ends_the_run_after_what_came_before(data, capf
     assert [line[:2] for line in captured.out.splitlines()] == ["S-", "T-", "H-", "D-", "P-"] * 20
 
 
-def test_a_reader_that_goes_away_ends_the_run_quietly(data):
+def test_a_reader_that_closes_ends_the_run_quietly(data):
     env = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     command = [*COMMAND, *data.generation, *SLOW]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -170,6 +170,6 @@ print(round(pearsonr([1, 2, 3], [1, 2, 3])[0], 6), {"sklearn", "scipy.stats"} <=
 """
 
 
-def test_scikit_learn_and_scipy_are_imported_when_a_score_of_training_needs_it():
+def test_packages_of_training_are_imported_when_needed():
     pytest.importorskip("sklearn")
     assert run_python("-c", DEFERRED).stdout.splitlines()[-2:] == ["0 0.8 0.5", "1.0 True"]

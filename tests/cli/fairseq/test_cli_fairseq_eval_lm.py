@@ -18,7 +18,7 @@ def arguments(tmp_path_factory):
 
 
 def results(text: str) -> list[str]:
-    """What was logged of words and of the loss; speeds and times differ from run to run."""
+    """Returns the logged words and loss, because speeds and times differ from run to run."""
     return re.findall(r"fairseq_cli.eval_lm:(\d+ .*|Loss.*|num. model params.*|\w+\t.*)", text)
 
 
@@ -29,5 +29,5 @@ def test_words_and_loss_are_fairseq_eval_lms(arguments):
         done = run_python("-c", COMMAND, *args, *flags, OMP_NUM_THREADS="1")
         assert done.returncode == 0, done.stderr
         assert done.stdout == expected.stdout
-        found = results(done.stderr)
-        assert len(found) > 50 and found == results(expected.stderr)
+        printed = results(done.stderr)
+        assert len(printed) > 50 and printed == results(expected.stderr)

@@ -1,4 +1,4 @@
-"""What cannot work, and what fairseq would leave out without a word, is said in one line that names the argument."""
+"""Mistakes, and sentences that fairseq would silently leave out, are named in one line."""
 
 import logging
 import shutil
@@ -21,7 +21,7 @@ DAMAGED = "is no checkpoint, or a damaged one ("
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """The data of translations, with files for --path that no run can use."""
+    """The data of translations, with unusable files for --path."""
     folder = tmp_path_factory.mktemp("mistakes") / "fairseq"
     shutil.copytree(command_data(tmp_path_factory.getbasetemp()).folder, folder)
     checkpoint = (folder / "model" / "checkpoint_last.pt").read_bytes()
@@ -35,7 +35,7 @@ def data(tmp_path_factory):
 
 
 def stopped(capfd: pytest.CaptureFixture, main: Callable[[list[str]], int], args: list[str]) -> str:
-    """The last line on stderr of a command that cannot do what `args` say."""
+    """Returns the last line on stderr of a command that refuses `args`."""
     try:
         status = main(args)
     except SystemExit as left:  # argparse's own way
@@ -81,7 +81,7 @@ def test_a_file_that_is_no_checkpoint_is_named(data, capfd, file, said, more):
 
 
 @pytest.mark.parametrize("main", [generate, eval_lm])
-def test_data_that_is_not_there_is_named(capfd, caplog, tmp_path, main):
+def test_missing_data_is_named(capfd, caplog, tmp_path, main):
     with caplog.at_level(logging.INFO):
         error = stopped(capfd, main, [str(tmp_path / "none"), "--path", "checkpoint.pt", "--cpu"])
     assert f"error: DATA {tmp_path / 'none'}: does not exist" in error
@@ -97,12 +97,12 @@ def test_the_version_is_shown_without_fairseq(capfd, monkeypatch, main):
 
 
 @pytest.mark.parametrize("main", [generate, eval_lm])
-def test_path_is_asked_for(capfd, tmp_path, main):
+def test_a_missing_path_is_named(capfd, tmp_path, main):
     assert "error: --path is missing" in stopped(capfd, main, [str(tmp_path), "--cpu"])
 
 
 @pytest.mark.parametrize("more", [[], ["--no-fastgen"]])
-def test_languages_are_asked_for(capfd, tmp_path, more):
+def test_missing_languages_are_named(capfd, tmp_path, more):
     args = [str(tmp_path), "--path", "checkpoint.pt", "--cpu", *more]
     error = stopped(capfd, generate, args)
     assert f"DATA {tmp_path}: " in error and "--source-lang and --target-lang" in error
@@ -111,7 +111,7 @@ def test_languages_are_asked_for(capfd, tmp_path, more):
         assert "error: --tokenizer moses needs --source-lang and --target-lang" in error
 
 
-def test_wer_asks_for_its_package(data, capfd, monkeypatch):
+def test_wer_names_its_missing_package(data, capfd, monkeypatch):
     monkeypatch.setitem(sys.modules, "editdistance", None)
     error = stopped(capfd, generate, [*data.generation, "--scoring", "wer"])
     assert "--scoring wer needs the package editdistance" in error
@@ -148,13 +148,13 @@ def test_sentences_that_fairseq_skips_are_counted(data, capfd, multiple):
         "--skip-invalid-size-inputs-valid-test --required-batch-size-multiple 1",
     ],
 )
-def test_sentences_that_are_not_there_for_another_reason_are_not(data, capfd, flags):
+def test_sentences_missing_for_other_reasons_are_not_counted(data, capfd, flags):
     assert generate([*data.generation, *flags.split()]) == 0
     captured = capfd.readouterr()
     assert "\nH-" in captured.out
     assert LEFT_OUT not in captured.err
 
 
-def test_a_run_that_fairseq_leaves_empty_is_refused(data, capfd):
+def test_a_run_without_sentences_is_refused(data, capfd):
     error = stopped(capfd, generate, [*data.generation, "--required-batch-size-multiple", "100"])
     assert "fairseq leaves out 60 of 60 sentences" in error

@@ -1,4 +1,4 @@
-"""Flags and what they set; wrong ones are one line and status 2, before any file or model is looked for."""
+"""Flags and their settings; wrong ones are one line and status 2, before any file or model is opened."""
 
 import pytest
 import transformers
@@ -13,7 +13,7 @@ def parse(*flags: object, source: str = "input", output: str = "output") -> Batc
     return parse_arguments(["model", source, output, *map(str, flags)])
 
 
-def test_defaults():
+def test_defaults_are_those_of_the_library():
     args = parse()
     assert (args.input_format, args.output_format, args.text_field, args.id_field) == ("text", "text", "text", None)
     assert (args.preprocess_workers, args.postprocess_workers, args.window, args.batch_tokens) == (1, 1, None, None)
@@ -33,7 +33,7 @@ def test_defaults():
         ("a", "b", ("--output-format", "jsonl"), ("text", "jsonl")),
     ],
 )
-def test_formats_follow_file_names_unless_they_are_given(capsys, source, output, flags, formats):
+def test_formats_follow_file_names_unless_a_flag_names_them(capsys, source, output, flags, formats):
     args = parse(*flags, source=source, output=output)
     assert (args.input_format, args.output_format) == formats
     said = f"note: INPUT {source} is read as JSON records (--input_format text reads it as text)\n"
@@ -77,8 +77,8 @@ def test_fields_of_generation_config_and_its_names_are_flags():
         ("use_cache", False),
     ]
     unsettable = ("constraints", "transformers_version")
-    known = {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")} - set(unsettable)
-    assert known <= set(generation_fields()), known - set(generation_fields())
+    fields = {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")} - set(unsettable)
+    assert fields <= set(generation_fields()), fields - set(generation_fields())
 
 
 def test_help_is_a_screen_and_help_all_two():
@@ -203,7 +203,7 @@ def test_bad_flags_are_refused(capsys, tmp_path, flags, named):
 
 
 @pytest.mark.parametrize(("source", "output", "flags", "named"), [(a, b, c, named) for a, b, c, *named in BAD_STREAMS])
-def test_what_needs_a_file_is_refused_for_a_stream(capsys, source, output, flags, named):
+def test_flags_that_need_a_file_are_refused_for_a_stream(capsys, source, output, flags, named):
     check_refused(capsys, ["/no/such/model", source, output, *flags.split()], named)
 
 

@@ -112,6 +112,14 @@ def rows(monkeypatch):
     return rows
 
 
+@pytest.fixture(scope="session")
+def bart(tmp_path_factory):
+    """The folder of a tiny model for the commands; no test changes it."""
+    from cli_models import save_bart
+
+    return save_bart(tmp_path_factory.mktemp("models") / "bart")
+
+
 @pytest.fixture(scope="module")
 def one_thread():
     """Gives torch one thread: several only get in each other's way in models and sounds that are small."""

@@ -4,8 +4,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from parity import token_ids, unchanged
 from python_process import run_code, run_python
+from tiny_models import token_ids, unchanged
 
 import fastgen
 from fastgen.config import CONFIG, Config, read

@@ -74,6 +74,8 @@ def outcome():
 FAST = ({"applied"}, ["fast generate", "fast prefill", "original", 7], False)
 ORIGINAL = ({"reverted"}, ["original", 7], True)
 WAITING = ({"pending"}, None, None)
+LAST_ENABLED = ("", "enable enable", "disable enable", "reload reload")
+LAST_DISABLED = ("disable disable", "disable enable disable", "reload disable")
 
 
 @pytest.fixture
@@ -102,24 +104,14 @@ def run_steps(order, host, more="outcome()", **env):
 @pytest.mark.parametrize(
     ("order", "expected"),
     [
+        *((f"{first} {rest}", FAST) for first in ("host fastgen", "fastgen host") for rest in LAST_ENABLED),
+        *((f"{first} {rest}", ORIGINAL) for first in ("host fastgen", "fastgen host") for rest in LAST_DISABLED),
+        *((order, FAST) for order in ("fastgen package host", "package fastgen host", "fastgen reload host")),
+        *((f"fastgen {rest}", FAST) for rest in ("enable host", "disable enable host", "disable host enable")),
         ("fastgen", WAITING),
-        ("fastgen host", FAST),
-        ("fastgen package host", FAST),
-        ("package fastgen host", FAST),
-        ("host fastgen", FAST),
-        ("fastgen host enable enable", FAST),
-        ("fastgen enable host", FAST),
+        ("fastgen disable enable", WAITING),
         ("fastgen disable", ({"reverted"}, None, None)),
         ("fastgen disable host", ORIGINAL),
-        ("host fastgen disable disable", ORIGINAL),
-        ("fastgen disable enable", WAITING),
-        ("fastgen disable enable host", FAST),
-        ("fastgen disable host enable", FAST),
-        ("fastgen host disable enable", FAST),
-        ("host fastgen disable enable disable", ORIGINAL),
-        ("host fastgen reload reload", FAST),
-        ("fastgen reload host", FAST),
-        ("host fastgen reload disable", ORIGINAL),
     ],
 )
 def test_after_imports_in_any_order_the_last_switch_counts(host, order, expected):

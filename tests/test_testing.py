@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity import tiny, token_ids
+from tiny_models import tiny, token_ids
 
 import fastgen
 from fastgen import testing

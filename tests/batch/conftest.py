@@ -2,17 +2,12 @@
 
 import pytest
 from cli_language_models import save_whisper
-from cli_models import save_bart, save_gpt2
+from cli_models import save_gpt2
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread(one_thread):
     """Uses one thread, because the models are small."""
-
-
-@pytest.fixture(scope="session")
-def bart(tmp_path_factory):
-    return save_bart(tmp_path_factory.mktemp("models") / "bart")
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from cli_models import WORDS, save_bart, save_gpt2, save_t5, sentences, small
-from parity import tiny
+from tiny_models import tiny
 
 import fastgen
 from fastgen.batch import settings

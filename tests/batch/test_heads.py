@@ -65,41 +65,27 @@ def test_inputs_that_begin_alike_share_batches_if_they_fill_one():
     assert [batch.ends_window for batch in batches] == [False] * 5 + [True]
 
 
-def test_without_heads_batches_are_sorted_by_length_alone():
-    planner = Planner(4, None, 99)
-    batches = [*planner(items(*[(7, 40), (8, 64)] * 5))]
-    assert [batch.head for batch in batches] == [0] * 3
-    assert [item.length for batch in batches for item in batch.items] == sorted(
-        [item.length for batch in batches for item in batch.items], reverse=True
-    )
-
-
 def test_in_file_order_a_head_is_common_to_two_batches():
     planner = Planner(2, None, 99, sorts=False, by_head=True)
     batches = [*planner(items(*[(7, 40)] * 4, *[(8, 64)] * 4))]
     assert [batch.head for batch in batches] == [40, 40, 0, 62]
 
 
-@pytest.mark.parametrize("beams", (1, 3))
-def test_outputs_with_kept_heads_are_those_of_a_plain_loop(tmp_path, gpt2, filled, beams):
-    expected = plain_loop(gpt2, LINES, 5, causal_lm=True, num_beams=beams, max_new_tokens=6)
-    flags = ("--causal_lm", "--bs", 5, "--beam", beams, "--max_new_tokens", 6)
-    assert generate(tmp_path, gpt2, LINES, *flags) == expected
-    assert filled == [0, 40, 40, 40, 40]
-
-
-def test_a_prefix_of_all_lines_is_kept(tmp_path, gpt2, filled):
-    lines = sentences(22, longest=9)
-    expected = plain_loop(gpt2, LINES, 5, causal_lm=True, max_new_tokens=6)
-    flags = ("--causal_lm", "--bs", 5, "--max_new_tokens", 6, "--prefix", f"{SYSTEM} ")
-    assert generate(tmp_path, gpt2, lines, *flags) == expected
-    assert filled == [0, 40, 40, 40, 40]
-
-
-def test_two_alternating_beginnings_are_kept_in_turn(tmp_path, gpt2, filled):
-    expected = plain_loop(gpt2, MIXED, 6, causal_lm=True, max_new_tokens=6)
-    assert generate(tmp_path, gpt2, MIXED, "--causal_lm", "--bs", 6, "--max_new_tokens", 6) == expected
-    assert filled == [0, 40, 0, 40]
+@pytest.mark.parametrize(
+    ("lines", "prefix", "rows", "beams", "heads"),
+    [
+        (LINES, "", 5, 1, [0, 40, 40, 40, 40]),
+        (LINES, "", 5, 3, [0, 40, 40, 40, 40]),
+        (LINES, f"{SYSTEM} ", 5, 1, [0, 40, 40, 40, 40]),
+        (MIXED, "", 6, 1, [0, 40, 0, 40]),
+    ],
+    ids=("greedy", "beams", "prefix", "alternating"),
+)
+def test_outputs_with_kept_heads_are_those_of_a_plain_loop(tmp_path, gpt2, filled, lines, prefix, rows, beams, heads):
+    expected = plain_loop(gpt2, lines, rows, causal_lm=True, num_beams=beams, max_new_tokens=6)
+    flags = ("--causal_lm", "--bs", rows, "--beam", beams, "--max_new_tokens", 6, "--prefix", prefix)
+    assert generate(tmp_path, gpt2, [line.removeprefix(prefix) for line in lines], *flags) == expected
+    assert filled == heads
 
 
 @pytest.mark.parametrize(

@@ -62,20 +62,15 @@ def test_every_line_is_in_one_batch_within_the_limits(lengths, rows, tokens, win
         assert windows == sorted(windows)  # no line is moved out of its window
 
 
-def test_lines_of_one_length_go_together():
-    batches = list(plan([3, 9, 3, 9, 3, 9], 3, None, 6))
-    assert list(map(lengths_of, batches)) == [[9, 9, 9], [3, 3, 3]]
+def test_lines_of_one_length_go_together_within_the_limits():
+    assert [lengths_of(batch) for batch in plan([3, 9, 3, 9, 3, 9], 3, None, 6)] == [[9, 9, 9], [3, 3, 3]]
+    assert [lengths_of(batch) for batch in plan([1] * 12 + [6, 6, 20], None, 12, 15)] == [[20], [6, 6], [1] * 12]
 
 
 def test_file_order_has_the_batches_of_a_plain_loop():
     batches = list(plan([3, 0, 9, 4, 4, 0, 1], 2, None, 0))
     assert [numbers(batch) for batch in batches] == [[1, 3], [4, 5], [7]]
     assert [[each.line.number for each in batch.others] for batch in batches] == [[2], [], [6]]
-
-
-def test_tokens_limit_a_batch_of_any_number_of_rows():
-    batches = list(plan([1] * 12 + [6, 6, 20], None, 12, 15))
-    assert list(map(lengths_of, batches)) == [[20], [6, 6], [1] * 12]
 
 
 def test_lines_without_text_are_at_the_end_of_their_window():

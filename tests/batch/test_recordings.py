@@ -176,14 +176,6 @@ def test_a_batch_of_recordings_is_halved_to_fit_the_memory(whisper, monkeypatch,
     assert "out of memory with 3 inputs of length 731" in capsys.readouterr().err
 
 
-def test_recordings_that_cannot_be_read_fail_alone(whisper, capsys):
-    Path("x.wav").write_text("no sound at all")
-    records = transcribe(whisper, "axc", status=1)
-    assert "line 2: x.wav: cannot be read (LibsndfileError" in capsys.readouterr().err
-    assert [record.get("error", "")[:5] for record in records] == ["", "x.wav", ""]
-    assert outputs_of(records) == plain(whisper, "ac")
-
-
 def test_a_recording_that_would_be_cut_fails_by_name(whisper, capsys):
     records = transcribe(whisper, "ab", "--gen", "return_timestamps=false", status=1)
     assert records[0]["error"] == "a.wav: lasts 5 s, and MODEL hears 2 s (accepted: up to 2 s)"

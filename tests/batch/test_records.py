@@ -198,7 +198,7 @@ FIELDS = [
 ]
 
 
-@pytest.mark.parametrize(("own", "kept"), FIELDS)
+@pytest.mark.parametrize(("own", "fields"), FIELDS)
 def test_fields_of_a_record_come_before_its_outputs(own, fields):
     ((_, record),) = finish(Decoder(["x"]), BOTH_JSONL, {EOS}, PAD)(generated([own + "\r"], [[0]])).records
     assert record.decode() == fields[:-1] + ', "input_tokens": 4, "outputs": [{"text": "x", "tokens": 0}]}\n'

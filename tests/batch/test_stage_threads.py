@@ -40,11 +40,11 @@ def test_no_more_items_are_read_ahead_than_the_limit():
 
 
 def test_a_waiting_reader_learns_of_the_end():
-    go_on, seen = threading.Event(), []
+    resume, seen = threading.Event(), []
 
     def items() -> Iterator[int]:
         yield 1
-        go_on.wait()
+        resume.wait()
 
     ahead = Ahead(items(), 3, "fastgen-test")
     thread = threading.Thread(target=lambda: seen.extend(ahead))
@@ -52,7 +52,7 @@ def test_a_waiting_reader_learns_of_the_end():
     ahead.stop()
     thread.join()
     assert seen in ([], [1])
-    go_on.set()
+    resume.set()
     wait_until(lambda: not threads("fastgen-test"))
 
 
@@ -136,20 +136,28 @@ def test_batches_are_written_in_their_order_by_several_workers():
     assert written == [*range(40)]
 
 
-def test_the_model_waits_for_unwritten_batches():
-    go_on, written = threading.Event(), []
+@pytest.fixture
+def blocked():
+    """A function that writes numbers once an event is set; the event, and the written numbers."""
+    resume, written = threading.Event(), []
 
     def write(number: int) -> None:
-        go_on.wait()
+        resume.wait()
         written.append(number)
 
+    yield write, resume, written
+    resume.set()
+
+
+def test_the_model_waits_for_unwritten_batches(blocked):
+    write, resume, written = blocked
     pipeline, generated = after_the_model(write, workers=1)
     thread = threading.Thread(target=run_all, args=(pipeline, 20))
     thread.start()
     wait_until(lambda: len(generated) == RESULTS_PER_WORKER + 1)
     time.sleep(0.1)
     assert len(generated) == RESULTS_PER_WORKER + 1
-    go_on.set()
+    resume.set()
     thread.join()
     assert written == [*range(20)]
 
@@ -167,18 +175,13 @@ def test_nothing_is_written_after_a_batch_that_cannot_be():
     assert written == [*range(5)]
 
 
-def test_a_killed_pipeline_does_not_wait_for_a_write():
-    go_on, written = threading.Event(), []
-
-    def write(number: int) -> None:
-        go_on.wait()
-        written.append(number)
-
+def test_a_killed_pipeline_does_not_wait_for_a_write(blocked):
+    write, resume, written = blocked
     pipeline, _ = after_the_model(write)
     for _ in pipeline.run(numbered(5)):
         pass
     pipeline.kill()  # returns, although nothing can be written
     assert written == []
-    go_on.set()
+    resume.set()
     wait_until(lambda: not threads("fastgen-detokenise"))
     assert written in ([], [0], [0, 1], [0, 1, 2])

@@ -5,7 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from parity import capturing, inputs_of, run_both, tiny
+from parity import run_both
+from reports import capturing
+from tiny_models import inputs_of, tiny
 from versions import needs_gpu
 
 import fastgen

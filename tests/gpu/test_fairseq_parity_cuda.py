@@ -8,7 +8,7 @@ pytest.importorskip("fairseq")
 from fairseq.utils import move_to_cuda
 from fairseq_generation import compare, generate, run_both
 from fairseq_models import CASES, Case
-from parity import capturing
+from reports import capturing
 from versions import needs_gpu
 
 pytestmark = needs_gpu

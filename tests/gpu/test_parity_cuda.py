@@ -3,7 +3,9 @@
 import pytest
 from architecture_parity import MODES, expected_sharing, measure, shares
 from architectures import ARCHITECTURES
-from parity import PREFILL, SAMPLES, assert_same, padded, tiny
+from parity import assert_same
+from reports import PREFILL
+from tiny_models import SAMPLES, padded, tiny
 from versions import needs_gpu
 
 pytestmark = needs_gpu

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 import transformers
 from architectures import ARCHITECTURES, REAL, Architecture
-from parity import is_materialized, run_both
+from parity import run_both
+from reports import is_materialized
 
 import fastgen
 from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, Report

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from parity import tiny
+from tiny_models import tiny
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoTokenizer,

@@ -15,7 +15,8 @@ from typing import Any
 
 import cuda_twin
 import torch
-from parity import capturing, tiny
+from reports import capturing
+from tiny_models import tiny
 
 import fastgen
 

@@ -103,7 +103,7 @@ def compare(
 
 
 def ends_in_prefix(case: Case, inference: dict[str, Any] | None = None, **unused: Any) -> bool:
-    """Tells whether the prefix of a sentence holds its end: fastgen leaves such a batch to fairseq."""
+    """Returns whether the prefix of a sentence holds its end: fastgen leaves such a batch to fairseq."""
     prefixes = (case.inference | (inference or {})).get("prefix_tokens")
     return prefixes is not None and bool(prefixes.eq(case.task.target_dictionary.eos()).any())
 

@@ -60,7 +60,7 @@ class Case:
 
     @property
     def accelerated(self) -> bool:
-        """Tells whether fastgen must do the work of these models, or must leave it to fairseq and report why."""
+        """Returns whether fastgen must do the work of these models, or must leave it to fairseq and report why."""
         return not any(type(model.decoder).__name__ in LEFT_ALONE for model in self.models)
 
 

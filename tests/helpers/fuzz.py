@@ -27,7 +27,8 @@ import torch
 import transformers
 from fuzz_cases import Case, draw, model_of
 from fuzz_changes import PROGRAMS
-from parity import assert_equal_outputs, capturing
+from parity import assert_equal_outputs
+from reports import capturing
 from torch import nn
 
 import fastgen
@@ -176,7 +177,7 @@ def _short(result: Any) -> str:
 
 
 def _all_ties(expected: Any, output: Any) -> bool:
-    """Tells whether the first difference among the calls of user code is a tie."""
+    """Returns whether the first difference among the calls of user code is a tie."""
     if not isinstance(expected, (list, tuple)):
         return _is_tie(expected, output)
     for pair in zip(expected, output):
@@ -188,7 +189,7 @@ def _all_ties(expected: Any, output: Any) -> bool:
 
 
 def _is_tie(expected: Any, output: Any) -> bool:
-    """Tells whether only rounding decided: of two tokens or beams with equal scores, or of a token at top-p's edge."""
+    """Returns whether only rounding decided: between equal scores, or of a token at the edge of top-p."""
     if (
         not (hasattr(expected, "sequences") and hasattr(output, "sequences"))
         or expected.sequences.shape != output.sequences.shape
@@ -221,7 +222,7 @@ def _by_row(outputs: Any) -> list[torch.Tensor]:
 
 
 def _have_changed_places(expected: list[torch.Tensor], values: list[torch.Tensor]) -> bool:
-    """Tells whether values of rows, `[rows, size]` each, differ by the order of their rows only."""
+    """Returns whether values of rows, `[rows, size]` each, differ by the order of their rows only."""
     apart = [(a[:, None] - b[None]).nan_to_num().abs().amax(-1) for a, b in zip(expected, values)]
     moved = any((distances.diagonal() > TIE).any() for distances in apart)
     return moved and all((distances.min(dim).values < TIE).all() for distances in apart for dim in (0, 1))

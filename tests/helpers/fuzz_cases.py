@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from architectures import BY_NAME
 from own_models import ODD, odd_model
-from parity import padded, tiny, token_ids
+from tiny_models import padded, tiny, token_ids
 from torch import nn
 
 # Checkpoints of these keep is_decoder=False: their forward fills the caller's cache and does not return it.
@@ -84,7 +84,7 @@ class Case:
 
     @property
     def keeps_state(self) -> bool:
-        """Tells whether a second call differs in the library, too: each way gets a copy of an unused model.
+        """Returns whether a second call differs in the library, too: each way gets a copy of an unused model.
 
         BigBird and BigBird-Pegasus give up sparse attention at a short input, for good, with new modules that draw
         random numbers; RecurrentGemma remembers its last states.

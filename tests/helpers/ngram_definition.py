@@ -84,7 +84,7 @@ def on(device: str | torch.device, view: Tensor) -> Tensor:
 
 
 def same(scores: Tensor, expected: Tensor) -> bool:
-    """Tells whether all bits are equal but those of NaN, which torch's operations on half precision may change."""
+    """Returns whether all bits are equal but those of NaN, which torch's operations on half precision may change."""
     bits = BITS[scores.element_size()]
     is_same = (scores.view(bits) == expected.view(bits)) | (scores.isnan() & expected.isnan())
     return scores.shape == expected.shape and bool(is_same.all())

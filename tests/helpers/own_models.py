@@ -2,7 +2,7 @@
 
 import torch
 from architectures import SPECIAL, VOCABULARY
-from parity import lively
+from tiny_models import lively
 from torch import Tensor, nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import torch
-from parity import lively
+from tiny_models import lively
 from torch import Tensor
 from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutputWithPast

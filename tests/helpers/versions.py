@@ -16,7 +16,7 @@ def needs(library: str, lowest: str, why: str) -> pytest.MarkDecorator:
 
 
 def has_peft() -> bool:
-    """Tells whether the installed peft is new enough for transformers."""
+    """Returns whether the installed peft is new enough for transformers."""
     try:
         return Version(version("peft")) >= Version(getattr(integration, "MIN_PEFT_VERSION", "0"))
     except PackageNotFoundError:

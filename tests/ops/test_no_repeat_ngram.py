@@ -75,13 +75,17 @@ def test_the_kernel_in_cpp_may_use_the_threads_of_torch(monkeypatch):
     assert set(granted) == {4}
 
 
+ELSEWHERE, LENGTHS = ("tokens", "lengths", "encoder_tokens"), "int, tensor of int32 or int64, None"
 # Changes that make accepted arguments invalid, and the error without the argument's name.
 CHANGES = (
+    *((name, lambda old: old.to("meta"), "is on meta (accepted: cpu, as scores)") for name in ELSEWHERE),
+    *(("ngram_size", lambda old, size=size: size, f"is {size} (accepted: 1 or more)") for size in (0, -3)),
+    *(("lengths", lambda old, n=n: n, f"is {n} (accepted: 0 to 5, the width of tokens)") for n in (6, -1)),
+    *(("lengths", lambda old, t=t: t(), f"is of type {t.__name__} (accepted: {LENGTHS})") for t in (list, float, bool)),
     ("tokens", lambda old: old.tolist(), "is of type list (accepted: Tensor)"),
     ("tokens", lambda old: old.short(), "has dtype int16 (accepted: int32, int64)"),
     ("tokens", lambda old: old.float(), "has dtype float32 (accepted: int32, int64)"),
     ("tokens", lambda old: old[0], "has shape [5] (accepted: [rows, width])"),
-    ("tokens", lambda old: old.to("meta"), "is on meta (accepted: cpu, as scores)"),
     ("scores", lambda old: None, "is of type NoneType (accepted: Tensor)"),
     ("scores", lambda old: old.double(), "has dtype float64 (accepted: float32, float16, bfloat16)"),
     ("scores", lambda old: old[None], "has shape [1, 4, 7] (accepted: [rows, vocabulary_size])"),
@@ -93,23 +97,14 @@ CHANGES = (
     ),
     ("ngram_size", lambda old: 2.0, "is of type float (accepted: int)"),
     ("ngram_size", lambda old: True, "is of type bool (accepted: int)"),
-    ("ngram_size", lambda old: 0, "is 0 (accepted: 1 or more)"),
-    ("ngram_size", lambda old: -3, "is -3 (accepted: 1 or more)"),
-    ("lengths", lambda old: old.tolist(), "is of type list (accepted: int, tensor of int32 or int64, None)"),
-    ("lengths", lambda old: 5.0, "is of type float (accepted: int, tensor of int32 or int64, None)"),
-    ("lengths", lambda old: False, "is of type bool (accepted: int, tensor of int32 or int64, None)"),
-    ("lengths", lambda old: 6, "is 6 (accepted: 0 to 5, the width of tokens)"),
-    ("lengths", lambda old: -1, "is -1 (accepted: 0 to 5, the width of tokens)"),
     ("lengths", lambda old: old.half(), "has dtype float16 (accepted: int32, int64)"),
     ("lengths", lambda old: old[:1], "has shape [1] (accepted: [] or [4])"),
     ("lengths", lambda old: old[:, None], "has shape [4, 1] (accepted: [] or [4])"),
-    ("lengths", lambda old: old.to("meta"), "is on meta (accepted: cpu, as scores)"),
     ("encoder_tokens", lambda old: [[1]], "is of type list (accepted: Tensor, None)"),
     ("encoder_tokens", lambda old: old.int(), "has dtype int32 (accepted: int64)"),
     ("encoder_tokens", lambda old: old[0], "has shape [5] (accepted: [rows / beams, source_width])"),
     ("encoder_tokens", lambda old: old.new_zeros(3, 5), "has 3 rows (accepted: a divisor of 4, the rows of tokens)"),
     ("encoder_tokens", lambda old: old[:0], "has 0 rows (accepted: a divisor of 4, the rows of tokens)"),
-    ("encoder_tokens", lambda old: old.to("meta"), "is on meta (accepted: cpu, as scores)"),
 )
 # torch itself refuses arguments of its ops that are no tensor or no int, and takes a length as a tensor only.
 CALLS = [(form, *change) for form in FORMS for change in CHANGES]

@@ -5,8 +5,9 @@ import logging
 import re
 
 import pytest
-from parity import BEAMS, PREFILL, capturing, padded, tiny
 from python_process import REPOSITORY
+from reports import PREFILL, capturing
+from tiny_models import BEAMS, padded, tiny
 from versions import needs
 
 import fastgen

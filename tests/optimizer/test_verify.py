@@ -7,7 +7,7 @@ import random
 import numpy
 import pytest
 import torch
-from parity import BEAMS, GREEDY, SAMPLES, padded, tiny
+from tiny_models import BEAMS, GREEDY, SAMPLES, padded, tiny
 from transformers import LlamaForCausalLM
 
 import fastgen

@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("fairseq")
 
-from fairseq_command_data import command_data
 from python_process import REPOSITORY, run_python
 
 from fastgen.cli.fairseq.command import generate
@@ -28,11 +27,6 @@ sys.exit(generate())
 COMMAND = [sys.executable, "-c", COMMAND]
 # One line at a time and long outputs, so that the run is interrupted before its end.
 SLOW = "--batch-size 1 --beam 8 --min-len 150 --max-len-b 200 --remove-bpe --tokenizer moses".split()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return command_data(tmp_path_factory.getbasetemp())
 
 
 class Run:

@@ -16,16 +16,11 @@ import torch
 
 pytest.importorskip("fairseq")
 
-from fairseq_command_data import command_data, encoded_data, upstream
+from fairseq_command_data import encoded_data, upstream
 
 import fastgen
 from fastgen.cli.fairseq.command import generate
 from fastgen.optimizer.fairseq.checkpoints import allowed
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return command_data(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")

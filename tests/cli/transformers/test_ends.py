@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cli_loop import command, write_lines
-from cli_models import save_bart, sentences
+from cli_models import sentences
 
 from fastgen.batch.errors import Stop
 from fastgen.cli.transformers import command as module
@@ -37,11 +37,6 @@ sys.exit(main())
 """
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def bart(tmp_path_factory):
-    return save_bart(tmp_path_factory.mktemp("bart"))
 
 
 @pytest.fixture(scope="module")

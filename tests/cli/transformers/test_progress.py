@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 from cli_loop import command, interrupted_after, write_lines
-from cli_models import save_bart, sentences
+from cli_models import sentences
 
 from fastgen.cli.transformers import progress
 from fastgen.cli.transformers.progress import Progress
@@ -101,11 +101,6 @@ def test_the_time_left_follows_the_speed_so_far(capsys, monkeypatch):
         shown.finished(*BATCH)
         assert capsys.readouterr().err.splitlines()[-1] == line
     shown.finished(0, 0, [])
-
-
-@pytest.fixture(scope="module")
-def bart(tmp_path_factory):
-    return save_bart(tmp_path_factory.mktemp("bart"))
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from cli_loop import command, plain_loop, write_lines
-from cli_models import save_bart, sentences
+from cli_models import sentences
 from python_process import REPOSITORY
 
 from fastgen.batch.journal import Entry, StreamOutput
@@ -36,11 +36,6 @@ for number in range(1, 201):
 """
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def bart(tmp_path_factory):
-    return save_bart(tmp_path_factory.mktemp("bart"))
 
 
 def test_records_are_written_as_soon_as_it_is_their_turn(tmp_path):

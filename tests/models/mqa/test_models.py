@@ -2,20 +2,9 @@
 
 import pytest
 import torch
-from parity import (
-    CROSS,
-    PREFILL,
-    PROMPT,
-    assert_same,
-    capturing,
-    compared,
-    is_shared,
-    lively,
-    padded,
-    replays,
-    run_both,
-    token_ids,
-)
+from parity import assert_same, compared, run_both
+from reports import CROSS, PREFILL, PROMPT, capturing, is_shared, replays
+from tiny_models import lively, padded, token_ids
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -93,13 +82,7 @@ def test_a_window_hides_earlier_tokens(kind):
     source = {"input_ids": token_ids(1, 5)} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
         before, after = (model(**source, **{name: ids}).logits[0] for ids in (tokens, changed))
-    assert (before != after).any(-1).nonzero().flatten().tolist() == [
-        2,
-        3,
-        4,
-        5,
-        6,
-    ]  # 2 layers of 2 more
+    assert (before != after).any(-1).nonzero().flatten().tolist() == [2, 3, 4, 5, 6]  # 2 layers of 2 more
 
 
 @KINDS

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from models.mqa.test_models import tiny_model
-from parity import padded, tiny, token_ids
 from python_process import run_python
+from tiny_models import padded, tiny, token_ids
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5PreTrainedModel
 

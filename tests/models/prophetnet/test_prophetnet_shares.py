@@ -11,7 +11,7 @@ from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from fairseq_generation import compare, lengths
 from fairseq_models import Case
 from models.prophetnet.tiny import dictionary, prophetnet, tokens
-from parity import capturing, replays
+from reports import capturing, replays
 
 from fastgen.models.prophetnet import NgramTransformerDecoder, NgramTransformerProphetModel
 

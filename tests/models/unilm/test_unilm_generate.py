@@ -4,7 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from parity import BEAMS, SAMPLES, capturing, compared, padded, replays, run_both, token_ids
+from parity import compared, run_both
+from reports import capturing, replays
+from tiny_models import BEAMS, SAMPLES, padded, token_ids
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.t5.modeling_t5 import T5Attention
 from unilm_slow import SlowUniLM, next_logits, tiny_unilm

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from parity import token_ids
+from tiny_models import token_ids
 from unilm_slow import sees, slow_logits, tiny_unilm
 
 from fastgen.models.unilm import KINDS, attention_masks

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from parity import token_ids
+from tiny_models import token_ids
 from unilm_slow import SIZES, tiny_unilm
 
 from fastgen.models.unilm import UniLMConfig, load_published

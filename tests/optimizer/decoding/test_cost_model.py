@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from parity import BEAMS, PREFILL, PROMPT, SAMPLES, assert_same, is_shared, left_alone_because, padded, tiny, token_ids
+from parity import assert_same
+from reports import PREFILL, PROMPT, is_shared, left_alone_because
+from tiny_models import BEAMS, SAMPLES, padded, tiny, token_ids
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

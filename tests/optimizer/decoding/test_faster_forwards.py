@@ -7,7 +7,8 @@ import threading
 
 import pytest
 import torch
-from parity import BEAMS, assert_same, padded, tiny
+from parity import assert_same
+from tiny_models import BEAMS, padded, tiny
 from transformers import GenerationConfig
 from transformers.activations import NewGELUActivation
 

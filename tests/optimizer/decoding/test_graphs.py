@@ -1,14 +1,16 @@
 """Captured graphs, those of one model, and the static caches that they replay into."""
 
 import gc
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
 from types import SimpleNamespace
 
 import pytest
 import torch
-from parity import capturing, padded, replays, same_tokens, tiny
+from parity import same_tokens
+from reports import capturing, replays
+from tiny_models import padded, tiny
 from torch import nn
 
 from fastgen.optimizer.decoding import graphs
@@ -180,17 +182,9 @@ def test_each_precision_of_products_has_its_own_captures(monkeypatch, switch):
 def test_a_second_thread_on_the_model_uses_no_graphs():
     model = tiny("gpt2")
     expected = model.generate(**PROMPTS, **BEAMS)
-    results = [None] * 4
-
-    def work(index: int) -> None:
-        results[index] = model.generate(**PROMPTS, **BEAMS)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(result, expected) for result in results)
+    with ThreadPoolExecutor(4) as threads:
+        results = [threads.submit(model.generate, **PROMPTS, **BEAMS) for _ in range(4)]
+    assert all(torch.equal(result.result(), expected) for result in results)
     assert not holds_graphs(model)
 
 

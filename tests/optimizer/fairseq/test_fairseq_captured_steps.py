@@ -19,7 +19,7 @@ from fairseq_generation import assert_same_hypotheses, compare, generate, run_bo
 from fairseq_models import CASES, source_sample
 from fuzz_changes import CHANGES as ALL_CHANGES
 from fuzz_changes import adapter, other_weight_data
-from parity import capturing, replays
+from reports import capturing, replays
 from torch import nn
 
 import fastgen

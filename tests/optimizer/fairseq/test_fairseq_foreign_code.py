@@ -17,7 +17,8 @@ from fairseq.modules import FairseqDropout, MultiheadAttention, transformer_laye
 from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
 from fairseq_generation import BEAMS, assert_same_hypotheses, compare, generate, run_both
 from fairseq_models import CASES, RECURRENT, Case, build, prompts, source_sample, translation, translation_task
-from parity import Both, capturing, replays
+from parity import Both
+from reports import capturing, replays
 from torch.nn import functional
 
 import fastgen

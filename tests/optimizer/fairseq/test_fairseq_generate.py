@@ -25,7 +25,7 @@ from fairseq_generation import (
 )
 from fairseq_models import CASES, Case, iterative, pair_sample, prompts, source_sample, translation
 from packaging.version import Version
-from parity import capturing, replays
+from reports import capturing, replays
 
 import fastgen
 from fastgen.optimizer.decoding.report import Report

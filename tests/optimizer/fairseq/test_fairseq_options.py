@@ -25,7 +25,7 @@ from fairseq_generation import (
     token_lists,
 )
 from fairseq_models import CASES, Case, language_model, source_sample
-from parity import capturing, replays
+from reports import capturing, replays
 
 import fastgen
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from own_models import by_einsum, odd_model
-from parity import BEAMS, padded, run_both, tiny, unchanged
+from parity import run_both
+from tiny_models import BEAMS, padded, tiny, unchanged
 
 from fastgen.optimizer.decoding.call import current_call
 from fastgen.optimizer.decoding.report import LOOP

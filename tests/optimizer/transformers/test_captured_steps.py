@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from fuzz_changes import CHANGES, adapter, weight_in_place, weight_through_data
-from parity import capturing, inputs_of, not_captured_because, padded, replays, run_both, same_tokens, tiny
+from parity import run_both, same_tokens
+from reports import capturing, not_captured_because, replays
+from tiny_models import inputs_of, padded, tiny
 from torch import nn
 from versions import needs_peft
 

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 from fuzz_changes import CHANGES, USER_CODE, adapter, forward_hook
-from parity import replays, run_both, tiny, token_ids
+from parity import run_both
+from reports import replays
+from tiny_models import tiny, token_ids
 from torch import nn
 
 import fastgen

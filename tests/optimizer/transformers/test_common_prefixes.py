@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, COLUMNS_COUNT, WITHOUT_PREFIX
-from parity import GREEDY, LEFT, TOKENS_ONLY, WAYS, capturing, compared, tiny, unchanged
-from parity import with_prefix as prompts
+from parity import compared
+from reports import LEFT, capturing
+from tiny_models import GREEDY, TOKENS_ONLY, WAYS, tiny, unchanged
+from tiny_models import with_prefix as prompts
 
 import fastgen
 from fastgen.optimizer.decoding.report import PREFIX, Report

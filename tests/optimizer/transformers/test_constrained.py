@@ -9,7 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity import LEFT, assert_equal_outputs, capturing, inputs_of, outcome, padded, replays, run_both, tiny, token_ids
+from parity import assert_equal_outputs, outcome, run_both
+from reports import LEFT, capturing, replays
+from tiny_models import inputs_of, padded, tiny, token_ids
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 import fastgen

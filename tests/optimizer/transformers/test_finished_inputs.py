@@ -8,7 +8,9 @@ from typing import Any
 import parity
 import pytest
 import torch
-from parity import LEFT, PREFILL, capturing, run_both, same_tokens, tiny, token_ids
+from parity import run_both, same_tokens
+from reports import LEFT, PREFILL, capturing
+from tiny_models import tiny, token_ids
 from transformers import LogitsProcessor
 
 import fastgen

@@ -7,25 +7,9 @@ import numpy
 import pytest
 import torch
 from architectures import BY_NAME
-from parity import (
-    BEAMS,
-    BOTH,
-    CROSS,
-    PREFILL,
-    PROMPT,
-    SAMPLES,
-    assert_equal_outputs,
-    assert_same,
-    inputs_of,
-    is_materialized,
-    is_shared,
-    left_alone_because,
-    lively,
-    padded,
-    run_both,
-    tiny,
-    token_ids,
-)
+from parity import assert_equal_outputs, assert_same, run_both
+from reports import CROSS, PREFILL, PROMPT, is_materialized, is_shared, left_alone_because
+from tiny_models import BEAMS, BOTH, SAMPLES, inputs_of, lively, padded, tiny, token_ids
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from versions import needs

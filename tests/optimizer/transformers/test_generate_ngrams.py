@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parity import assert_equal_outputs, outcome, run_both, token_ids, unchanged
+from parity import assert_equal_outputs, outcome, run_both
+from tiny_models import token_ids, unchanged
 from torch.overrides import TorchFunctionMode
 from transformers import (
     EncoderNoRepeatNGramLogitsProcessor,

@@ -10,31 +10,9 @@ from typing import Any
 import pytest
 import torch
 from architectures import VOCABULARY
-from parity import (
-    BEAMS,
-    BOTH,
-    CROSS,
-    GREEDY,
-    LEFT,
-    PREFILL,
-    PROMPT,
-    SAMPLES,
-    assert_equal_outputs,
-    assert_same,
-    capturing,
-    compared,
-    inputs_of,
-    is_shared,
-    left_alone_because,
-    outcome,
-    padded,
-    replays,
-    run_both,
-    same_tokens,
-    tiny,
-    token_ids,
-    unchanged,
-)
+from parity import assert_equal_outputs, assert_same, compared, outcome, run_both, same_tokens
+from reports import CROSS, LEFT, PREFILL, PROMPT, capturing, is_shared, left_alone_because, replays
+from tiny_models import BEAMS, BOTH, GREEDY, SAMPLES, inputs_of, padded, tiny, token_ids, unchanged
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen

@@ -9,18 +9,9 @@ import itertools
 import pytest
 import torch
 from own_models import ODD, by_einsum, by_products, odd_model, repeated
-from parity import (
-    BEAMS,
-    BOTH,
-    PROMPT,
-    SAMPLES,
-    assert_equal_outputs,
-    assert_same,
-    is_materialized,
-    is_shared,
-    padded,
-    run_both,
-)
+from parity import assert_equal_outputs, assert_same, run_both
+from reports import PROMPT, is_materialized, is_shared
+from tiny_models import BEAMS, BOTH, SAMPLES, padded
 
 from fastgen.testing import as_tested, configured, costs
 

@@ -6,7 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from parity import BEAMS, CROSS, PROMPT, assert_equal_outputs, is_shared, padded, tiny
+from parity import assert_equal_outputs
+from reports import CROSS, PROMPT, is_shared
+from tiny_models import BEAMS, padded, tiny
 
 import fastgen
 

@@ -15,8 +15,10 @@ from architectures import ARCHITECTURES, WITHOUT_PREFIX
 from fuzz_changes import CHANGES, attention_scale, weight_in_place
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity import TOKENS_ONLY, WAYS, capturing, compared, tiny, token_ids, unchanged, with_prefix
+from parity import compared
 from peft import LoraConfig, get_peft_model
+from reports import capturing
+from tiny_models import TOKENS_ONLY, WAYS, tiny, token_ids, unchanged, with_prefix
 
 import fastgen
 from fastgen import testing

@@ -3,21 +3,9 @@
 import pytest
 import torch
 from architectures import DROP, INDEXED, LATENT
-from parity import (
-    BEAMS,
-    BOTH,
-    PROMPT,
-    assert_equal_caches,
-    assert_same,
-    capturing,
-    compared,
-    is_shared,
-    left_alone_because,
-    padded,
-    replays,
-    run_both,
-    tiny,
-)
+from parity import assert_equal_caches, assert_same, compared, run_both
+from reports import PROMPT, capturing, is_shared, left_alone_because, replays
+from tiny_models import BEAMS, BOTH, padded, tiny
 from torch import nn
 
 from fastgen.optimizer.transformers.models.latent_attention import expanding_in_parts

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 import torch
 from architectures import ARCHITECTURES, COLUMNS_COUNT, WITHOUT_PREFIX
-from parity import tiny, unchanged
+from tiny_models import tiny, unchanged
 from tokenizers.processors import TemplateProcessing
 from torch import nn
 from torch.nn import functional

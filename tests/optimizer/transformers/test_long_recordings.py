@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from parity import CROSS, PROMPT, is_shared, replays, run_both, tiny
+from parity import run_both
+from reports import CROSS, PROMPT, is_shared, replays
+from tiny_models import tiny
 
 from fastgen.optimizer.decoding.report import Report
 from fastgen.testing import watched

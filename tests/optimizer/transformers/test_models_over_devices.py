@@ -7,8 +7,10 @@ import json
 
 import pytest
 from architectures import Architecture
-from parity import BEAMS, PROMPT, SAMPLES, assert_same, is_shared, lively, padded
+from parity import assert_same
 from python_process import REPOSITORY, run_python
+from reports import PROMPT, is_shared
+from tiny_models import BEAMS, SAMPLES, lively, padded
 
 torch = pytest.importorskip("torch")
 accelerate = pytest.importorskip("accelerate")
@@ -18,7 +20,9 @@ pytestmark = pytest.mark.usefixtures("share_always", "one_thread")
 RANK = """
 import json, os, sys
 import torch, transformers
-from parity import BEAMS, PROMPT, SAMPLES, compared, is_shared, padded
+from parity import compared
+from tiny_models import BEAMS, SAMPLES, padded
+from reports import PROMPT, is_shared
 from fastgen.testing import configured
 
 folder = sys.argv[1]

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from parity import BOTH, CROSS, PROMPT, TOKENS_ONLY, assert_same, is_shared, left_alone_because, lively, padded
+from parity import assert_same
+from reports import CROSS, PROMPT, is_shared, left_alone_because
+from tiny_models import BOTH, TOKENS_ONLY, lively, padded
 from torch import nn
 from transformers import Gemma3TextConfig, GemmaConfig, LlamaConfig, SiglipVisionConfig
 

@@ -13,19 +13,9 @@ from unittest import mock
 import pytest
 import torch
 from architectures import SPECIAL
-from parity import (
-    CROSS,
-    PROMPT,
-    assert_equal_outputs,
-    assert_same,
-    is_shared,
-    left_alone_because,
-    lively,
-    padded,
-    run_both,
-    tiny,
-    token_ids,
-)
+from parity import assert_equal_outputs, assert_same, run_both
+from reports import CROSS, PROMPT, is_shared, left_alone_because
+from tiny_models import lively, padded, tiny, token_ids
 from transformers import (
     EncoderDecoderModel,
     ProphetNetConfig,

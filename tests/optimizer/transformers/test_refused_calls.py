@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from parity import capturing, tiny, token_ids
+from reports import capturing
+from tiny_models import tiny, token_ids
 from torch import Tensor
 from transformers import LogitsProcessor
 

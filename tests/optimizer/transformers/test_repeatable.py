@@ -4,7 +4,8 @@ from unittest import mock
 
 import pytest
 import torch
-from parity import padded, replays, tiny
+from reports import replays
+from tiny_models import padded, tiny
 
 import fastgen
 from fastgen.ops.tracing import Diverged

@@ -5,7 +5,9 @@ import torch
 from architectures import SPECIAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity import CROSS, PREFILL, PROMPT, TOKENS_ONLY, compared, inputs_of, is_shared, unchanged
+from parity import compared
+from reports import CROSS, PREFILL, PROMPT, is_shared
+from tiny_models import TOKENS_ONLY, inputs_of, unchanged
 
 from fastgen.optimizer.decoding.report import KV_CACHE, Report
 from fastgen.optimizer.transformers import row_groups
@@ -24,7 +26,7 @@ def rows(name: str, *sizes: int) -> dict[str, torch.Tensor]:
 
 
 def repeated_because(report: Report, names: str) -> bool:
-    """Tells whether the prefill ran once per group, and keys are stored for each row: no size divides all."""
+    """Returns whether the prefill ran once per group, and keys are stored for each row: no size divides all."""
     repeated = [
         reason.text for part, reason in report.not_done if part == KV_CACHE and reason.code == "GROUP_SIZES_DIFFER"
     ]

@@ -9,20 +9,9 @@ import pytest
 import torch
 from accelerate import hooks as accelerate_hooks
 from fuzz_changes import steered as steered_rows
-from parity import (
-    BEAMS,
-    PROMPT,
-    SAMPLES,
-    assert_same,
-    capturing,
-    is_shared,
-    left_alone_because,
-    replays,
-    run_both,
-    same_tokens,
-    tiny,
-    token_ids,
-)
+from parity import assert_same, run_both, same_tokens
+from reports import PROMPT, capturing, is_shared, left_alone_because, replays
+from tiny_models import BEAMS, SAMPLES, tiny, token_ids
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode

@@ -7,7 +7,9 @@ from unittest import mock
 
 import pytest
 import torch
-from parity import LEFT, assert_equal_outputs, capturing, outcome, padded, run_both, token_ids, unchanged
+from parity import assert_equal_outputs, outcome, run_both
+from reports import LEFT, capturing
+from tiny_models import padded, token_ids, unchanged
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList

@@ -8,28 +8,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from parity import (
-    BEAMS,
-    BOTH,
-    CROSS,
-    PREFILL,
-    PROMPT,
-    SAMPLES,
-    assert_equal_caches,
-    assert_equal_outputs,
-    assert_same,
-    capturing,
-    compared,
-    filled_cache,
-    inputs_of,
-    is_shared,
-    left_alone_because,
-    padded,
-    run_both,
-    tiny,
-    token_ids,
-    unchanged,
-)
+from parity import assert_equal_caches, assert_equal_outputs, assert_same, compared, run_both
+from reports import CROSS, PREFILL, PROMPT, capturing, is_shared, left_alone_because
+from tiny_models import BEAMS, BOTH, SAMPLES, filled_cache, inputs_of, padded, tiny, token_ids, unchanged
 from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from parity import tiny
+from tiny_models import tiny
 
 import fastgen
 from fastgen.optimizer.transformers.row_draws import RowDraws, can_draw_by_row, drawing_by_row

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from parity import CAPTURED, capturing, not_captured_because
+from reports import CAPTURED, capturing, not_captured_because
 from seamless_models import KINDS, LANGUAGES, SIZES, inputs_of, seamless
 
 import fastgen

@@ -2,23 +2,9 @@
 
 import pytest
 import torch
-from parity import (
-    BEAMS,
-    BOTH,
-    PROMPT,
-    assert_equal_caches,
-    assert_equal_outputs,
-    assert_same,
-    capturing,
-    compared,
-    is_shared,
-    not_captured_because,
-    padded,
-    replays,
-    same_tokens,
-    tiny,
-    token_ids,
-)
+from parity import assert_equal_caches, assert_equal_outputs, assert_same, compared, same_tokens
+from reports import PROMPT, capturing, is_shared, not_captured_because, replays
+from tiny_models import BEAMS, BOTH, padded, tiny, token_ids
 from torch import nn
 
 from fastgen.optimizer.decoding.report import KV_CACHE

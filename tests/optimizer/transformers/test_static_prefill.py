@@ -5,18 +5,9 @@ from unittest import mock
 import pytest
 import torch
 from architectures import INDEXED, LATENT
-from parity import (
-    BEAMS,
-    BOTH,
-    PREFILL,
-    SAMPLES,
-    assert_equal_outputs,
-    compared,
-    left_alone_because,
-    padded,
-    run_both,
-    tiny,
-)
+from parity import assert_equal_outputs, compared, run_both
+from reports import PREFILL, left_alone_because
+from tiny_models import BEAMS, BOTH, SAMPLES, padded, tiny
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 from versions import needs

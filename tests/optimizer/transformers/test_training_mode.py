@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
-from parity import BOTH, PROMPT, SAMPLES, assert_same, inputs_of, is_shared, left_alone_because, padded, run_both, tiny
+from parity import assert_same, run_both
+from reports import PROMPT, is_shared, left_alone_because
+from tiny_models import BOTH, SAMPLES, inputs_of, padded, tiny
 from torch import nn
 from transformers import GPT2Config
 

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from parity import PREFILL, PROMPT, Both, run_both
+from parity import Both, run_both
 from peft import LoraConfig
+from reports import PREFILL, PROMPT
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import transformers
-from parity import run_both, same_tokens, tiny
+from parity import run_both, same_tokens
+from tiny_models import tiny
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer

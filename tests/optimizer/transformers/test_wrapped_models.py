@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.distributed
-from parity import PROMPT, Both, is_shared, padded, replays, run_both, tiny
+from parity import Both, run_both
 from peft import LoraConfig, get_peft_model
+from reports import PROMPT, is_shared, replays
+from tiny_models import padded, tiny
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache

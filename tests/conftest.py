@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -35,6 +36,19 @@ def pytest_collection() -> Iterator[object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+class _FairseqModule(pytest.Module):
+    """Tests that import fairseq; they are skipped, and listed as such, if it is not installed."""
+
+    def collect(self) -> Any:
+        pytest.importorskip("fairseq")
+        return super().collect()
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    is_fairseq = module_path.parent.name == "fairseq" and module_path.stem != "test_fairseq_installation"
+    return _FairseqModule.from_parent(parent, path=module_path) if is_fairseq else None
 
 
 @pytest.hookimpl(trylast=True)

@@ -134,17 +134,13 @@ OFF = ({"skipped"}, ["original", 7], True)
     ("order", "expected"),
     [
         ("host fastgen", OFF),
-        ("fastgen host", OFF),
-        ("fastgen host reload", OFF),
-        ("fastgen host disable", OFF),
-        ("fastgen host enable", FAST),
-        ("fastgen enable host reload", FAST),
-        ("fastgen host enable disable", ORIGINAL),
-        ("fastgen host enabled", ARMED),
-        ("fastgen enabled host reload", ARMED),
-        ("fastgen host enabled enable", FAST),
-        ("fastgen host enabled disable", ORIGINAL),
-        ("fastgen host disable enabled", ARMED),
+        *((f"fastgen host {rest}", OFF) for rest in ("", "reload", "disable")),
+        *(
+            (order, FAST)
+            for order in ("fastgen host enable", "fastgen enable host reload", "fastgen host enabled enable")
+        ),
+        *((f"fastgen host {rest}", ORIGINAL) for rest in ("enable disable", "enabled disable")),
+        *((f"fastgen {rest}", ARMED) for rest in ("host enabled", "enabled host reload", "host disable enabled")),
     ],
 )
 def test_without_auto_only_enable_and_enabled_arm_patches(host, order, expected):

@@ -97,7 +97,8 @@ def _with_states(model: nn.Module, case: Case, arguments: dict[str, Any], stock:
 
     def generate_with(model: Any, edit: Callable[[dict], dict] = dict, **more: Any) -> Any:
         if program:
-            return _outcome(lambda: model.generate(**edit(case.inputs), **arguments, **more))
+            result = _result(lambda: model.generate(**edit(case.inputs), **arguments, **more))
+            return type(result).__name__ if isinstance(result, Exception) else result
         return model.generate(**case.inputs, **arguments)
 
     def generate() -> Any:
@@ -164,12 +165,6 @@ def _result(call: Any) -> Any:
         return call()
     except Exception as error:
         return error
-
-
-def _outcome(call: Any) -> Any:
-    """Returns the result of the call, or the name of its error."""
-    result = _result(call)
-    return type(result).__name__ if isinstance(result, Exception) else result
 
 
 def _short(result: Any) -> str:

@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("fairseq")
-
 from python_process import REPOSITORY, run_python
 
 from fastgen.cli.fairseq.command import generate

@@ -3,9 +3,6 @@
 import re
 
 import pytest
-
-pytest.importorskip("fairseq")
-
 from fairseq_command_data import make_language_model, upstream
 from python_process import run_python
 

@@ -7,9 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("fairseq")
-
 import torch
 from fairseq_command_data import CommandData, command_data
 

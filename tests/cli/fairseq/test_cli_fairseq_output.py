@@ -13,9 +13,6 @@ import threading
 
 import pytest
 import torch
-
-pytest.importorskip("fairseq")
-
 from fairseq_command_data import encoded_data, upstream
 
 import fastgen

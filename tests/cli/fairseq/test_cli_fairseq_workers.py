@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fairseq")
-
 from fastgen.cli.fairseq.pipeline import UNFINISHED_BATCHES_PER_WORKER, Workers
 
 pytestmark = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="workers are forked")

@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("fairseq")
-
 from fairseq.modules import LearnedPositionalEmbedding, SinusoidalPositionalEmbedding
 from fairseq.search import BeamSearch
 from fairseq_generation import assert_same_hypotheses, compare, generate, run_both, token_lists

@@ -7,12 +7,9 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("fairseq")
-
-import numpy as np
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
 from fairseq.logging.meters import AverageMeter

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("fairseq")
-
 from fairseq import search, utils
 from fairseq.models.transformer import transformer_decoder
 from fairseq.modules import FairseqDropout, MultiheadAttention, transformer_layer

@@ -6,12 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
+import fairseq
 import pytest
 import torch
-
-pytest.importorskip("fairseq")
-
-import fairseq
 from fairseq.sequence_generator import EnsembleModel
 from fairseq_generation import (
     BEAMS,

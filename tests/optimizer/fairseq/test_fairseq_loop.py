@@ -7,9 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-
-pytest.importorskip("fairseq")
-
 from fairseq.modules import MultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq_generation import BEAMS, assert_same_hypotheses, compare, generate, run_both

@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-
-pytest.importorskip("fairseq")
-
 from fairseq import ngram_repeat_block as blocking
 from fairseq_generation import BlockingFromDefinition
 

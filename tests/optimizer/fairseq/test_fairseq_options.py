@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("fairseq")
-
 from fairseq import search
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.token_generation_constraints import pack_constraints

@@ -4,9 +4,6 @@ from argparse import Namespace
 
 import pytest
 import torch
-
-pytest.importorskip("fairseq")
-
 from fairseq_generation import BEAMS, assert_same_hypotheses
 from fairseq_models import CASES
 

@@ -7,9 +7,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-
-pytest.importorskip("fairseq")
-
 from fairseq.data import Dictionary
 from fairseq.models.bart import BARTHubInterface
 from fairseq.models.transformer import TransformerModel

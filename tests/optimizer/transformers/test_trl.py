@@ -36,18 +36,9 @@ def tokenizer():
 
 def model() -> LlamaForCausalLM:
     set_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return LlamaForCausalLM(config)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    special = {"vocab_size": len(WORDS), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **sizes, **special))
 
 
 def prompts() -> datasets.Dataset:

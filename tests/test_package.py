@@ -135,10 +135,7 @@ OFF = ({"skipped"}, ["original", 7], True)
     [
         ("host fastgen", OFF),
         *((f"fastgen host {rest}", OFF) for rest in ("", "reload", "disable")),
-        *(
-            (order, FAST)
-            for order in ("fastgen host enable", "fastgen enable host reload", "fastgen host enabled enable")
-        ),
+        *((f"fastgen {rest}", FAST) for rest in ("host enable", "enable host reload", "host enabled enable")),
         *((f"fastgen host {rest}", ORIGINAL) for rest in ("enable disable", "enabled disable")),
         *((f"fastgen {rest}", ARMED) for rest in ("host enabled", "enabled host reload", "host disable enabled")),
     ],

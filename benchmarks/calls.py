@@ -25,7 +25,7 @@ import fastgen
 from fastgen.models.demo import demo_path, sample_path
 
 Inputs = dict[str, torch.Tensor]
-NO_TIMESTAMPS = 50363  # of Whisper; CTranslate2 has rules for timestamps otherwise
+NO_TIMESTAMPS = 50363  # of Whisper; without it CTranslate2 applies rules for timestamps
 FRAMES_PER_SECOND = 100
 FIRST_WORD = 10  # special tokens come before
 
@@ -39,18 +39,18 @@ class Model:
     title: str = ""
 
     def make(self) -> Any:
-        """Returns it with the same random weights in each call, for inference."""
+        """Returns the model for inference, with the same random weights in each call."""
         kind = resolve_name(self.kind)
         torch.manual_seed(0)
         return kind(kind.config_class(**self.sizes)).eval()
 
 
 def both_ends(**sizes: int) -> dict[str, int]:
-    """Returns sizes of an encoder and a decoder that are alike."""
+    """Returns the same sizes for an encoder and a decoder."""
     return {f"{end}_{name}": size for end in ("encoder", "decoder") for name, size in sizes.items()}
 
 
-# The decoder begins with padding: random weights repeat any other token, also that of the end.
+# The decoder begins with padding, because random weights repeat any other token, even the end token.
 BART = {"forced_eos_token_id": None, "decoder_start_token_id": 1}
 BART_BASE = {"vocab_size": 50265, "d_model": 768, **both_ends(layers=6, attention_heads=12, ffn_dim=3072)}
 T5_BASE = {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "vocab_size": 32128}
@@ -228,7 +228,7 @@ class Work:
                     parameter.mul_(0.999)
 
     def new_tokens(self, output: Any) -> Tokens:
-        """Returns what each row generated, without the end token and what pads it."""
+        """Returns the new tokens of each row, without the end token and padding."""
         if isinstance(output, torch.Tensor):
             rows, end = output[:, -self.arguments["max_new_tokens"] :].tolist(), self.arguments["eos_token_id"]
             ends = {*end} if isinstance(end, list) else {end}
@@ -254,7 +254,7 @@ class ConstrainedWork(Work):
                 [first + place * self.CODES + numbers.randrange(self.CODES) for place in range(self.PLACES)]
                 for _ in range(self.OUTPUTS)
             ]
-        else:  # the first tokens of which are often the same
+        else:  # they often begin with the same tokens
             self.outputs = [
                 [
                     FIRST_WORD + int((vocabulary - FIRST_WORD) * numbers.random() ** 3)
@@ -271,7 +271,7 @@ class ConstrainedWork(Work):
         return {"fastgen": fast, "stock": fastgen.disabled()(stock)}
 
     def by_dictionaries(self) -> Callable[[int, torch.Tensor], list[int]]:
-        """Returns what user code gives transformers."""
+        """Returns a function of allowed tokens as users write it for transformers."""
         root: dict = {}
         for output in self.outputs:
             node = root

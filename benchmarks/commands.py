@@ -65,7 +65,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def user_loop(source: Path, output: Path, device: str) -> None:
-    """Does what a user would write."""
+    """Generates as a user would without the command."""
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(demo_path())
@@ -88,7 +88,7 @@ def run_command(source: Path, output: Path) -> None:
 
 
 def run_process(code: str, *arguments: object) -> subprocess.CompletedProcess:
-    """Runs `python -c code arguments…`, which must end well."""
+    """Runs `python -c code arguments…`; raises if it fails."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     process = subprocess.run(command, capture_output=True, text=True)
     if process.returncode:
@@ -147,7 +147,7 @@ def _pieces(word: str) -> str:
 
 
 def words_of(text: str) -> list[list[str]]:
-    """Returns the fields of lines that are no scores: the faster model may change the last digits of these."""
+    """Returns the fields of lines but scores, whose last digits may differ."""
     return [line.split("\t")[::2] for line in text.splitlines() if line[:2] != "P-"]
 
 

@@ -114,7 +114,7 @@ class Evaluation:
 
 
 def are_equal(stock: Any, fast: Any) -> bool:
-    """Tells whether answers are equal: texts exactly, log-probabilities to 1e-4."""
+    """Returns whether answers are equal: texts exactly, log-probabilities to 1e-4."""
     if isinstance(stock, (list, tuple)):
         return len(stock) == len(fast) and all(map(are_equal, stock, fast))
     return abs(stock - fast) <= 1e-4 if isinstance(stock, float) else stock == fast

@@ -1,4 +1,4 @@
-"""What all benchmarks share: calls in turns, their seconds and memory, facts of the machine, floors, files of results.
+"""Shared by all benchmarks: calls in turns, their seconds and memory, facts of the machine, floors, files of results.
 
 A *way* is one of the means to do the same work: "stock" (the unpatched library in this process), "fastgen", a peer.
 All ways run directly after each other in each turn, and the first of a turn rotates. Seconds are medians; a ratio is
@@ -40,18 +40,18 @@ Floors = Mapping[str, Mapping[str, float]]
 
 
 class Answer(NamedTuple):
-    """What a way returns that measures itself, in a process of its own: seconds, and the new tokens of each row."""
+    """The result of a way that measures itself, in its own process: seconds, and the new tokens of each row."""
 
     seconds: float
     tokens: Tokens
 
 
 class UsageError(Exception):
-    """A flag that cannot be followed: the message names it and what would be accepted."""
+    """A flag is refused: the message names it and the accepted values."""
 
 
 class PeerError(Exception):
-    """A peer that has no figure: the message says why."""
+    """A peer has no figure: the message says why."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Options:
         return getattr(torch, self.dtype)
 
     def clock(self) -> float:
-        """Returns seconds, of this process's CPU time if that was asked for."""
+        """Returns seconds: CPU time of this process with `cpu_time`, otherwise of the clock."""
         if self.device == "cuda":
             torch.cuda.synchronize()
         return time.process_time() if self.cpu_time else time.perf_counter()
@@ -82,7 +82,7 @@ def with_and_without(call: Callable[..., Any]) -> Ways:
 
 
 def warm_up(ways: Ways, options: Options, reasons: dict[str, str]) -> dict[str, float]:
-    """Calls each way once; returns the megabytes that those of this process add."""
+    """Calls each way once; returns the megabytes that each way in this process adds."""
     added = {}
     for way in [*ways]:
         torch.manual_seed(0)
@@ -100,7 +100,7 @@ def warm_up(ways: Ways, options: Options, reasons: dict[str, str]) -> dict[str, 
 def in_turns(
     ways: Ways, repeats: int, options: Options, reasons: dict[str, str]
 ) -> Iterator[tuple[Seconds, dict[str, Any]]]:
-    """Yields the seconds of each way in each turn, and what it returned; a peer that fails leaves, with its reason."""
+    """Yields the seconds and results of all ways in each turn; a peer that fails is left out, with its reason."""
     for turn in range(repeats):
         seconds, returned, names = {}, {}, [*ways]
         first = turn % len(names)
@@ -128,10 +128,10 @@ def compare(
     reasons: dict[str, str] | None = None,
     repeats: int | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Warms all ways up and measures them; returns the result, and what each way returned in the last turn.
+    """Warms all ways up and measures them; returns the figures, and the output of each way in the last turn.
 
-    are_equal: of what stock and fastgen returned, in each turn. after: called when all have run. reasons: receives why
-    peers have no figure.
+    are_equal: compares the outputs of stock and fastgen in each turn. after: called after each turn. reasons: receives
+    why peers have no figure.
     """
     reasons = {} if reasons is None else reasons
     added, turns, equal = warm_up(ways, options, reasons), [], True
@@ -162,7 +162,7 @@ class Clock:
     """Seconds of each stage since `start`, without those of stages inside of it."""
 
     def __init__(self, options: Options, rest: str) -> None:
-        """rest: the name of what lies between stages."""
+        """rest: the name of the time between stages."""
         self.options, self.rest = options, rest
         self.start()
 
@@ -171,7 +171,7 @@ class Clock:
         self._name, self._since = self.rest, self.options.clock()
 
     def stop(self, total: str) -> Seconds:
-        """Returns the stages' seconds, and their sum by the name of `total`."""
+        """Returns the seconds of all stages, and their sum as `total`."""
         self._enter(self.rest)
         return dict(self.seconds) | {total: self.seconds.total()}
 
@@ -194,7 +194,7 @@ class Clock:
 def peak_mb(call: Callable[[], Any], device: str) -> tuple[float, Any]:
     """Returns the megabytes that a call adds at its peak (allocated on a GPU, resident otherwise), and its value.
 
-    What calls before have freed goes back to the system first, where glibc can do that.
+    With glibc, memory that earlier calls freed goes back to the system first.
     """
     gc.collect()
     if device == "cuda":
@@ -238,13 +238,13 @@ def cpu() -> dict[str, str]:
 
 
 def describe_cpu() -> str:
-    """Returns for example "AMD EPYC, family 25, model 1, l3 32768K"."""
+    """Returns a line like "AMD EPYC, family 25, model 1, l3 32768K"."""
     facts = cpu()
     return ", ".join([facts.pop("name", platform.machine()), *(f"{key} {value}" for key, value in facts.items())])
 
 
 class Load:
-    """The share of the CPUs' time that other programs take, from here to `others`; 0 if the system does not tell."""
+    """The share of the CPUs' time that other programs take, from here to `others`; 0 if the system does not say."""
 
     def __init__(self) -> None:
         self.begun, self.busy = time.perf_counter(), _busy_seconds() - _own_seconds()
@@ -256,7 +256,7 @@ class Load:
 
 
 def _busy_seconds() -> float:
-    """Returns all that the CPUs have worked since the machine started."""
+    """Returns the seconds that the CPUs have worked since the machine started."""
     if not (PROC / "stat").exists():
         return 0.0
     user, nice, system, _idle, _iowait, *others = map(int, (PROC / "stat").read_text().split("\n")[0].split()[1:9])
@@ -268,7 +268,7 @@ def _own_seconds(pid: str = "self") -> float:
     try:
         times = (PROC / pid / "stat").read_text().rpartition(")")[2].split()[11:15]
         children = " ".join(path.read_text() for path in (PROC / pid / "task").glob("*/children")).split()
-    except OSError:  # it has ended meanwhile
+    except OSError:  # it has ended
         return 0.0
     return sum(map(int, times)) / os.sysconf("SC_CLK_TCK") + sum(map(_own_seconds, children))
 
@@ -296,14 +296,14 @@ def versions() -> dict[str, str]:
 
 
 def head(device: str) -> dict[str, Any]:
-    """Returns what a file of results says about the machine and the program."""
+    """Returns the machine and the versions, for a file of results."""
     gpu = {"gpu": torch.cuda.get_device_name()} if device == "cuda" else {}
     threads = torch.get_num_threads()
     return {"cpu": cpu(), **gpu, "threads": threads, "versions": versions(), "commit": commit()}
 
 
 def read_floors(path: str | None, kind: str, device: str, names: Collection[str]) -> Floors:
-    """Returns the floors of a kind of cases, none without a file; raises UsageError for a case that is unknown."""
+    """Returns the floors of a kind of cases, none without a file; raises UsageError for an unknown case."""
     if path is None:
         return {}
     try:

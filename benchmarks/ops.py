@@ -63,7 +63,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Attention of whole prompts. hides: what a query does not see."""
+    """Attention of whole prompts. hides: the keys that a query does not see."""
 
     inputs: int
     heads: int
@@ -111,7 +111,7 @@ class Ngrams:
     def ways(self, kind: dict[str, Any]) -> Ways:
         device, size = kind["device"], self.ngram_size
         tokens = torch.randint(4, VOCABULARY, (self.rows, self.length), device=device)
-        # In every second row the end has been there before, so that there is something to ban.
+        # The end of every second row repeats earlier tokens, so that something is banned.
         tokens[::2, self.length - size + 1 :] = tokens[::2, 3 : 2 + size]
         scores = torch.randn(self.rows, VOCABULARY, **kind)
         ways: Ways = {}
@@ -163,7 +163,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def microseconds(call: Callable[[], object], options: Options) -> float:
-    """Returns those of one call, of as many in a row as take SECONDS_PER_CALL; a GPU is waited for at the end."""
+    """Returns the microseconds of a call, as a mean over SECONDS_PER_CALL; waits for a GPU at the end."""
     calls, begun, elapsed = 0, time.perf_counter(), 0.0
     while elapsed < SECONDS_PER_CALL:
         call()
@@ -175,7 +175,7 @@ def microseconds(call: Callable[[], object], options: Options) -> float:
 
 
 def are_equal(case: Any, kind: dict[str, Any]) -> bool:
-    """Tells whether all ways return the same, each from inputs of its own, which some of them change."""
+    """Returns whether all ways return the same; each has its own inputs, because some change them."""
     outputs = []
     for name in case.ways(kind):
         torch.manual_seed(0)
@@ -185,7 +185,7 @@ def are_equal(case: Any, kind: dict[str, Any]) -> bool:
 
 @torch.no_grad()
 def measure(kind: str, name: str, case: Step | Prompt | Ngrams, options: Options) -> dict[str, Any]:
-    """Returns microseconds of all ways, in turns; fewer than TURNS for each repeat after SECONDS_PER_CASE."""
+    """Returns the microseconds of all ways, in turns: TURNS for each repeat, fewer after SECONDS_PER_CASE."""
     tensors = {"device": options.device, "dtype": options.torch_dtype}
     equal, ways = are_equal(case, tensors), case.ways(tensors)
     ours = next(way for way in ways if way.startswith("fastgen"))

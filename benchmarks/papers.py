@@ -25,7 +25,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class Part(NamedTuple):
-    """Arguments of `bench.py run`. on_gpu: more of them there; None: not there."""
+    """Arguments of `bench.py run`. on_gpu: further ones on a GPU, or None if the part does not run there."""
 
     arguments: tuple[str, ...]
     on_gpu: tuple[str, ...] | None = ("--device", "cuda", "--dtype", "float16")
@@ -51,7 +51,7 @@ def machine(device: str) -> str:
 
 
 def measure_part(part: Part, path: Path, args: Namespace) -> int:
-    """Runs a part; its file appears as a whole, also if the status is 1."""
+    """Runs a part; its file appears only when complete, even if the status is 1."""
     unfinished = path.with_suffix(".unfinished")
     unfinished.unlink(missing_ok=True)
     command = [sys.executable, str(Path(__file__).with_name("bench.py")), "run", *part.arguments]

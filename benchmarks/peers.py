@@ -4,7 +4,7 @@ A peer runs a program of `peer_programs` (answer.py says what it answers) and, b
 `generate_batch`, in a virtual environment of its own: the folder `.venv-NAME` of the checkout, with the packages of
 peer_programs/NAME.txt, which `bench.py install NAME` makes. pip has to find torch's CPU builds: with
 PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, for instance. A peer that cannot do a case, or is not
-installed, has a reason in place of a figure. "other numbers" are dtypes that change what is generated.
+installed, has a reason instead of a figure. "other numbers" are dtypes that change what is generated.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from measure import Answer, Options, PeerError, Tokens, Ways
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = Path(__file__).parent / "peer_programs"
-LONGEST_ANSWER, PAUSE = 900, 0.3  # seconds; a pause lies between calls, so that no threads of one still spin
+LONGEST_ANSWER, PAUSE = 900, 0.3  # seconds; the pause between calls lets the threads of a call stop spinning
 OTHER_NUMBERS = ", other numbers"  # of a dtype that changes what is generated
 FASTGEN_BFLOAT16 = f"fastgen bfloat16{OTHER_NUMBERS}"
-# PyPI's builds of these need CUDA's libraries: beside a CPU build of torch they cannot be imported.
+# PyPI's builds of these need CUDA's libraries: with a CPU build of torch they cannot be imported.
 _NEED_CUDA = ("torchaudio", "torchvision", "torchcodec")
 
 
@@ -92,7 +92,7 @@ _GENERATE_BATCH = dict.fromkeys((*_ENCODER_DECODERS, "recordings"), "takes decod
 }
 _FASTER_WHISPER = dict.fromkeys((*_ENCODER_DECODERS, *_DECODER_ONLY), "transcribes recordings only")
 _CTRANSLATE2_FLOAT32 = Peer("CTranslate2", "float32", "ctranslate2", "run_ctranslate2.py", _CTRANSLATE2)
-# On some CPUs with AVX-512 its products are faster without.
+# On some CPUs with AVX-512 its products are faster in AVX2.
 _IN_AVX2 = dict.fromkeys(("CT2_FORCE_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"), "AVX2")
 PEERS: tuple[Peer, ...] = (
     _CTRANSLATE2_FLOAT32,
@@ -126,7 +126,7 @@ def add(
 ) -> dict[str, Any]:
     """Adds to `ways` the peers that can do the case, until the stack is closed; returns their versions.
 
-    work: a model, its inputs and arguments, as calls.Work. A peer with other numbers has fastgen in bfloat16 beside it.
+    work: a model, its inputs and arguments, as calls.Work. If a peer has other numbers, fastgen in bfloat16 is added.
     """
     engines = [peer for peer in PEERS if peer.name in options.against]
     if any(peer.other_numbers for peer in engines):
@@ -150,7 +150,7 @@ def add(
 
 
 def write_task(folder: Path, model: Any, inputs: Mapping[str, torch.Tensor], arguments: Mapping[str, Any]) -> None:
-    """Writes what programs read. arguments: of `generate`."""
+    """Writes the model, inputs and arguments of `generate` for a peer's program."""
     model.save_pretrained(folder / "model")
     torch.save(dict(inputs), folder / "inputs.pt")
     text = json.dumps({"eos_token_id": None, **arguments})
@@ -158,7 +158,7 @@ def write_task(folder: Path, model: Any, inputs: Mapping[str, torch.Tensor], arg
 
 
 def rows_equal(tokens: Mapping[str, Tokens]) -> dict[str, str]:
-    """Returns for each way but stock how many of its rows are stock's."""
+    """Returns how many rows equal those of stock, for each other way."""
     stock = tokens["stock"]
     return {
         way: f"{sum(a == b for a, b in zip(rows, stock))} of {len(stock)}"
@@ -171,7 +171,7 @@ class PeerProcess:
     """A peer that has loaded its model. A context manager, which ends the process."""
 
     def __init__(self, peer: Peer, folder: Path, threads: int) -> None:
-        """folder: what `write_task` has written. Raises PeerError if the peer cannot do this work."""
+        """Starts the program on what `write_task` has written. Raises PeerError if the peer cannot do this work."""
         self._errors = Path(tempfile.mkdtemp(dir=folder)) / "stderr"
         command = [peer.python(), str(PROGRAMS / peer.program), str(folder), peer.dtype, str(threads)]
         pipe = subprocess.PIPE
@@ -193,7 +193,7 @@ class PeerProcess:
         self.close()
 
     def generate(self) -> Answer:
-        """Raises PeerError."""
+        """Returns the seconds and new tokens of a call. Raises PeerError."""
         try:
             self._process.stdin.write(b"\n")
             self._process.stdin.flush()

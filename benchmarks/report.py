@@ -63,7 +63,7 @@ def cpu_name(measured: Mapping[str, Any]) -> str:
 
 
 def stock_ratio(result: Result) -> float:
-    """Returns how many times as fast as stock; older files have one ratio only."""
+    """Returns the ratio to stock; older files have one ratio only."""
     return result["ratio"] if "ratio" in result else result["ratios"]["stock"]
 
 
@@ -154,7 +154,7 @@ def is_peer(way: str) -> bool:
 
 
 def peers_section(measured: Mapping[str, Any], words: Mapping[str, str]) -> str:
-    """Returns who took how long, and why others have no figure."""
+    """Returns the seconds of each way, and why others have no figure."""
     results = sorted(measured["results"], key=lambda result: [*words].index(result["case"]))
     versions, reasons = dict(measured.get("peer_versions", {})), {}
     for result in results:
@@ -340,7 +340,7 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def page(name: str) -> str:
-    """Returns the page with its tables as the results make them."""
+    """Returns the page, with its tables written from the results."""
     text = (DOCS / name).read_text(encoding="utf-8")
     before, after = text.partition(BEGIN)[0], text.partition(END)[2]
     return f"{before}{BEGIN}\n{PAGES[name]()}\n{END}{after}"

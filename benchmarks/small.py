@@ -75,7 +75,7 @@ def make_model(name: str, dtype: torch.dtype) -> Any:
 
 
 def random_call(choice: random.Random) -> Call:
-    """Returns a call with so many new tokens as it may have, and equal rows if that option is chosen."""
+    """Returns a call with as many new tokens as it may have, and equal rows if that option is chosen."""
     inputs = choice.randint(1, 8)
     option = choice.choice([name for name in OPTIONS if inputs > 1 or name != "equal rows"])
     model, length, new_tokens = choice.choice(list(MODELS)), choice.randint(4, 64), choice.choice([1, 1, 4, 8, 16])
@@ -104,7 +104,7 @@ def ratio(work: Work, seconds: float) -> tuple[float, bool]:
 
 @dataclass(frozen=True)
 class Case:
-    """How many random shapes, and the seed of their choice."""
+    """The number of random shapes, and the seed that they are drawn from."""
 
     shapes: int = 200
     seed: int = 0

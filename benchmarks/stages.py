@@ -4,9 +4,9 @@
 (translation) and 3 (language models), of full size. An encoder's microseconds are per source token, a decoder's per
 target token of an input, as in the paper; a language model's prompt counts as its encoder.
 
-`seamless`: Figures 2 and 16 of "Seamless M4T, fast" (Lee et al., 2024), one input of 10 s. What random weights leave to
-chance is set to what speech has: v2 speaks 3 units for each of the 4 letters of a token, v1's vocoder holds each unit
-for 2 frames, of 20 ms. End tokens come when all tokens that were asked for are there; other special tokens and units
+`seamless`: Figures 2 and 16 of "Seamless M4T, fast" (Lee et al., 2024), one input of 10 s. Lengths that random weights
+would leave to chance are those of speech: v2 speaks 3 units for each of the 4 letters of a token, v1's vocoder holds
+each unit for 2 frames, of 20 ms. End tokens come after the requested number of tokens; other special tokens and units
 have weights of zero, with which they are never the best. A stage's seconds are without those of stages inside of it;
 the library runs the speech encoder twice in a call, and both count.
 """
@@ -30,7 +30,7 @@ WAYS = {"stock": fastgen.disabled, "fastgen": nullcontext}
 
 ENCODER, DECODER, TOTAL = "encoder", "decoder", "total"
 SEARCHES = {"greedy": {"num_beams": 1}, "beam 4": {"num_beams": 4}}
-WINDOW, WARM_UP = 32, 20  # new tokens, enough for a recording
+WINDOW, WARM_UP = 32, 20  # new tokens
 
 STAGES, REST, END_TO_END = ("speech encoder", "text decoder", "text-to-unit", "vocoder"), "rest", "end to end"
 LANGUAGE, FRAMES, SPECIAL_TOKENS = "eng", 500, 4
@@ -92,7 +92,7 @@ class TimedSearches:
         self.clock = Clock(options, rest=DECODER)
 
     def microseconds(self, new_tokens: int) -> dict[str, Seconds]:
-        """Returns for each way those per token, of the encoder and of each search's decoder."""
+        """Returns microseconds per token in each way, of the encoder and of each search's decoder."""
         measured: dict[str, Seconds] = {way: {} for way in WAYS}
         lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
         for search, arguments in SEARCHES.items():
@@ -109,7 +109,7 @@ class TimedSearches:
 
     @contextmanager
     def _timed_encoder(self) -> Iterator[None]:
-        """Times the encoder; a language model's first forward, that of the prompt, is one."""
+        """Times the encoder; of a language model, the forward of the prompt."""
         from fastgen.models.mqa.stack import MQATransformerDecoder, MQATransformerEncoder
 
         kind = MQATransformerDecoder if self.case.is_lm else MQATransformerEncoder
@@ -124,7 +124,7 @@ class TimedSearches:
 
 
 def exactly(prefix: str, tokens: int) -> dict[str, Any]:
-    """Returns arguments with which one of the two calls of `generate` inside makes so many tokens."""
+    """Returns the arguments with which one of the two inner calls of `generate` generates `tokens` tokens."""
     limits = {"min_new_tokens": tokens, "max_new_tokens": tokens, "num_beams": 5, "do_sample": False}
     return {f"{prefix}_{name}": value for name, value in limits.items()}
 
@@ -133,8 +133,8 @@ def exactly(prefix: str, tokens: int) -> dict[str, Any]:
 class Seamless:
     """A version of Seamless M4T with at most `layers` layers in each encoder and decoder; all are 24.
 
-    frames: for how many the vocoder holds a unit. unit_method: of the text-to-unit model, what makes units. units: to
-    generate, of v1.
+    frames: how many the vocoder holds a unit for. unit_method: of the text-to-unit model, which returns units. units:
+    how many v1 generates.
     """
 
     version: str
@@ -176,7 +176,7 @@ class Seamless:
         }
 
     def are_equal(self, stock: Any, fast: Any) -> bool:
-        """Tells whether tokens and units are equal, and waveforms up to rounding."""
+        """Returns whether tokens and units are equal, and waveforms up to rounding."""
         equal = all(torch.equal(stock[name], fast[name]) for name in ("sequences", "unit_sequences"))
         return equal and torch.allclose(stock.waveform, fast.waveform, rtol=0, atol=TOLERANCES[stock.waveform.dtype])
 
@@ -220,7 +220,7 @@ class Seamless:
 
 @contextmanager
 def timed_stages(model: Any, unit_method: str, clock: Clock) -> Iterator[None]:
-    """Times the stages of Seamless M4T inside: where the library calls them, whoever does the work."""
+    """Times the stages inside Seamless M4T where the library calls them."""
     from transformers import GenerationMixin
 
     kinds = (type(model.speech_encoder), type(model).__base__, type(model.t2u_model), type(model.vocoder))

@@ -1,6 +1,4 @@
-"""Fixtures of several test files."""
-
-from __future__ import annotations
+"""Hooks of pytest, and fixtures that several test files use."""
 
 import gc
 import os
@@ -10,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -17,8 +16,7 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What is measured on this machine, and what the hub's library writes, stays out of the user's folders, which
-    fastgen and that library read when they are imported.
+    """Keeps measurements and the hub's files out of the user's folders, which are read when libraries are imported.
 
     Shells start jobs in the background with Ctrl-C ignored; the commands that tests interrupt would inherit that."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -31,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
-    """Of the libraries and tests, which stay until the end, none is garbage: nothing looks for it among them."""
+    """Freezes libraries and tests, which stay until the end, so that no collection of garbage walks through them."""
     gc.disable()
     try:
         return (yield)
@@ -40,9 +38,22 @@ def pytest_collection() -> Iterator[object]:
         gc.enable()
 
 
+class _FairseqModule(pytest.Module):
+    """Tests that import fairseq; they are skipped, and listed as such, if it is not installed."""
+
+    def collect(self) -> Any:
+        pytest.importorskip("fairseq")
+        return super().collect()
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    is_fairseq = module_path.parent.name == "fairseq" and module_path.stem != "test_fairseq_installation"
+    return _FairseqModule.from_parent(parent, path=module_path) if is_fairseq else None
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Groups, which one worker of pytest-xdist runs one after the other, begin first: others fill the other workers."""
+    """Sorts groups, which one worker of pytest-xdist runs in turn, to the front: others fill the other workers."""
     items.sort(key=lambda item: not _has_group(item))
     if items and getattr(config.option, "loadgroup", False) and _has_group(items[0]) and "@" not in items[0].nodeid:
         raise pytest.UsageError(f"pytest {pytest.__version__} and this pytest-xdist run a group on several workers")
@@ -50,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """What fails on a worker of pytest-xdist is printed at once as well, for runs that are ended from outside."""
+    """Prints failures on a worker of pytest-xdist immediately as well, for runs that are ended from outside."""
     if report.failed and hasattr(report, "node"):
         print(f"\n{report.nodeid}: {report.when} failed\n{report.longreprtext[-2000:]}", flush=True)
 
@@ -60,10 +71,10 @@ def _has_group(item: pytest.Item) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def _patches() -> Iterator[None]:
-    """All replacements are loaded before a test, and no patch fails in it for the rest of the process.
+def _patches():
+    """Loads all replacements before a test, and checks that no patch failed in it for the rest of the process.
 
-    A module that is imported while a test has replaced something would keep what that test has put there.
+    A module that is imported while a test has replaced something would keep the replacement.
     """
     optimizer = sys.modules.get("fastgen.optimizer")
     if optimizer is None:  # no test file of this process needs it
@@ -76,12 +87,12 @@ def _patches() -> Iterator[None]:
 
 
 def _switched_off(optimizer: Any) -> list[str]:
-    return [str(one) for one in optimizer.PATCH_SET.states() if one.state not in ("applied", "pending")]
+    return [str(state) for state in optimizer.PATCH_SET.states() if state.state not in ("applied", "pending")]
 
 
 @pytest.fixture
-def share_always() -> Iterator[None]:
-    """Shares whatever can be shared, for comparisons of models so tiny that it would not pay."""
+def share_always():
+    """Shares whatever can be shared: with models this tiny it would not pay."""
     from fastgen.testing import configured
 
     with configured(share="always"):
@@ -89,8 +100,8 @@ def share_always() -> Iterator[None]:
 
 
 @pytest.fixture(params=("copied", "in place"))
-def repeated(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Prompts are computed once, and their keys repeated for each row: as plain layers, or written in place."""
+def repeated(request):
+    """Computes prompts once, and repeats their keys for each row: as plain layers, or written in place."""
     from fastgen.testing import configured, costs
 
     in_place = {"min_elements_in_place": 0} if request.param == "in place" else {}
@@ -99,8 +110,8 @@ def repeated(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each forward, in the order of the forwards, as the embedding of their tokens sees them."""
+def rows(monkeypatch):
+    """The numbers of rows that the embedding of tokens sees, one for each forward."""
     from torch.nn import functional
 
     rows, embedding = [], functional.embedding
@@ -109,15 +120,23 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         rows.append(len(input_ids))
         return embedding(input_ids, *args, **kwargs)
 
-    # As if it were torch's own: code of the program that runs in a forward is left all rows.
+    # Named like torch's own function: user code in a forward would be given all rows.
     names = {"__name__": "torch.nn.functional"}
     monkeypatch.setattr(functional, "embedding", FunctionType(counting.__code__, names, closure=counting.__closure__))
     return rows
 
 
+@pytest.fixture(scope="session")
+def bart(tmp_path_factory):
+    """The folder of a tiny model for the commands; no test changes it."""
+    from cli_models import save_bart
+
+    return save_bart(tmp_path_factory.mktemp("models") / "bart")
+
+
 @pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """More threads only get in each other's way in models and sounds that are small."""
+def one_thread():
+    """Gives torch one thread: several only get in each other's way in models and sounds that are small."""
     import torch
 
     threads = torch.get_num_threads()

@@ -1,6 +1,4 @@
-"""Benchmarks: a tiny case of each kind, floors and outputs that fail them, files of results, pages made from these."""
-
-from __future__ import annotations
+"""Benchmarks: a tiny case of each kind, floors and outputs that fail a run, files of results and their pages."""
 
 import importlib
 import json
@@ -24,10 +22,7 @@ TINY = {
     "llama": ("LlamaForCausalLM", {"vocab_size": 2000, "pad_token_id": 0, **WIDTHS}),
     "t5": ("T5ForConditionalGeneration", {"vocab_size": 2000, **T5}),
     "prophetnet": ("ProphetNetForConditionalGeneration", {"vocab_size": 60, "hidden_size": 16, **LAYERS, **HEADS}),
-    "whisper": (
-        "WhisperForConditionalGeneration",
-        {"begin_suppress_tokens": None, **WHISPER},
-    ),
+    "whisper": ("WhisperForConditionalGeneration", {"begin_suppress_tokens": None, **WHISPER}),
 }
 BEAMS = "arguments={'num_beams': 2, 'do_sample': False, 'max_new_tokens': 4}"
 # Case, fields that make it small, and whether the test is slow. {model}: a key of TINY.
@@ -70,7 +65,7 @@ def bench(monkeypatch):
 
 @pytest.fixture
 def run(bench, tmp_path):
-    """Runs cases with floors, {case: {way: ratio}}; returns the status and the content of the JSON."""
+    """Runs cases with floors, {case: {way: ratio}}; returns the status and the results."""
 
     def run(*flags: str, floors: dict | None = None):
         wanted, results = tmp_path / "floors.json", tmp_path / "results.json"
@@ -87,10 +82,10 @@ PARAMS = [pytest.param(case, marks=[pytest.mark.slow] * slow) for case, (_, slow
 @pytest.mark.parametrize("case", PARAMS)
 def test_a_tiny_case_of_each_kind_is_measured_and_has_a_floor(run, case, capsys):
     pytest.importorskip(OPTIONAL.get(case.partition("/")[0], "transformers"))
-    status, told = run(case, *["--set"] * bool(CASES[case][0]), *CASES[case][0])
-    (result,) = told["results"]
+    status, data = run(case, *["--set"] * bool(CASES[case][0]), *CASES[case][0])
+    (result,) = data["results"]
     assert status == 0 and result["equal"]
-    assert told["threads"] == 1 and told["cpu"] and told["versions"]["torch"] and 0 <= result["others"] <= 1
+    assert data["threads"] == 1 and data["cpu"] and data["versions"]["torch"] and 0 <= result["others"] <= 1
     assert f"{result['kind']}/{result['case']}:" in capsys.readouterr().out
     other, ratio = next(iter(result["ratios"].items()))
     missed = importlib.import_module("bench").failures(result, {result["case"]: {other: 1e6}})
@@ -131,7 +126,7 @@ def test_a_wrong_flag_is_named_with_what_is_accepted(bench, flags, message, caps
     assert message in capsys.readouterr().err
 
 
-def test_floors_that_are_checked_in_are_of_cases(bench):
+def test_all_floors_belong_to_cases(bench):
     floors = json.loads((BENCHMARKS / "floors.json").read_text())
     for section, cases in floors.items():
         assert set(cases) <= set(bench.cases_of(section.removesuffix(" cuda"))), section
@@ -140,9 +135,9 @@ def test_floors_that_are_checked_in_are_of_cases(bench):
 def test_a_file_of_results_keeps_other_cases_and_no_other_cpu(run, tmp_path, capsys):
     run("bart-beam4", "--set", *CASES["bart-beam4"][0])
     run("ngram/own-4x32-2")
-    _, told = run("ngram/own-4x32-2")
-    assert [result["case"] for result in told["results"]] == ["bart-beam4", "own-4x32-2"]
-    (tmp_path / "results.json").write_text(json.dumps({**told, "cpu": {"name": "another"}}))
+    _, data = run("ngram/own-4x32-2")
+    assert [result["case"] for result in data["results"]] == ["bart-beam4", "own-4x32-2"]
+    (tmp_path / "results.json").write_text(json.dumps({**data, "cpu": {"name": "another"}}))
     with pytest.raises(SystemExit):
         run("ngram/own-4x32-2")
     assert "has results of another CPU" in capsys.readouterr().err
@@ -157,7 +152,7 @@ def test_ways_take_turns_and_the_first_rotates(bench):
     assert measure.statistics_of(turns)["ratios"] == {"stock": 3.0}
 
 
-def test_memory_is_what_a_call_adds_at_its_peak(bench):
+def test_memory_is_the_peak_that_a_call_adds(bench):
     megabytes, returned = importlib.import_module("measure").peak_mb(lambda: torch.ones(50_000_000).sum().item(), "cpu")
     assert returned == 50_000_000 and 150 < megabytes < 400
 
@@ -169,8 +164,8 @@ def test_all_stages_of_seamless_are_timed(run, monkeypatch, version):
     monkeypatch.setattr(stages, "SIZES", {**SIZES[version], "decoder_layers": 2})
     monkeypatch.setattr(stages, "FRAMES", 20)
     sizes = ["layers=2", "tokens=6"] + ["units=8"] * (name == "v1")
-    _, told = run(f"seamless/{name}", "--set", *sizes)
-    (result,) = told["results"]
+    _, data = run(f"seamless/{name}", "--set", *sizes)
+    (result,) = data["results"]
     assert result["equal"] and result["tokens"] == 8
     for seconds in result["seconds"].values():
         parts = [seconds[stage] for stage in (*stages.STAGES, stages.REST)]
@@ -179,7 +174,7 @@ def test_all_stages_of_seamless_are_timed(run, monkeypatch, version):
 
 
 @pytest.mark.parametrize("page", ["benchmarks.md", "papers.md", "dev/papers-other-machines.md"])
-def test_pages_hold_what_was_measured(bench, page):
+def test_pages_hold_the_measured_figures(bench, page):
     report = importlib.import_module("report")
     assert (report.DOCS / page).read_text(encoding="utf-8") == report.page(page)
 
@@ -192,10 +187,10 @@ def test_new_results_of_all_cases_make_tables(run, monkeypatch, tmp_path):
         ("rollouts", "rollouts/g8"),
         ("papers-here/table1-t5", "bart-beam4"),
     ):
-        _, told = run(case, "--set", *CASES[case][0])
+        _, data = run(case, "--set", *CASES[case][0])
         path = tmp_path / (f"{kind}.json" if "/" in kind else f"{kind}-here.json")
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(told))
+        path.write_text(json.dumps(data))
         (tmp_path / "results.json").unlink()
     text = report.benchmark_tables()
     assert "## transformers, " in text and "| BART-base, 4 × 512 tokens" in text and "8 rows each" in text
@@ -204,7 +199,7 @@ def test_new_results_of_all_cases_make_tables(run, monkeypatch, tmp_path):
 
 @pytest.fixture
 def papers(monkeypatch, tmp_path):
-    """The parts, of which the runs only write what they were called with, and a folder of its own for results."""
+    """Parts whose runs only write their arguments, and a folder of results."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     module, bench = map(importlib.import_module, ("papers", "bench"))
     program = (
@@ -219,11 +214,11 @@ def papers(monkeypatch, tmp_path):
     return module, lambda *flags: bench.main(["papers", *flags])
 
 
-def test_a_run_of_the_papers_skips_parts_that_this_commit_has_measured(papers, capfd):
+def test_a_run_of_the_papers_skips_parts_measured_before(papers, capfd):
     module, main = papers
     assert main("--only", "good") == 0 and main() == 1 and main() == 0
-    told = capfd.readouterr().out
-    assert told.count("good: done before") == 2 and told.count("bad: done before") == 1 and "bad: failed" in told
+    text = capfd.readouterr().out
+    assert text.count("good: done before") == 2 and text.count("bad: done before") == 1 and "bad: failed" in text
     path = next(module.RESULTS.glob("papers-*/good.json"))
     path.write_text(path.read_text().replace(module.commit(), "another"))
     main("--only", "good")
@@ -243,7 +238,7 @@ def test_parts_of_the_papers_get_floors_and_the_device(papers, monkeypatch, capf
     assert arguments[:5] == ["run", "good", "--device", "cuda", "--dtype"] and "floors.json" in arguments
 
 
-def test_parts_of_the_papers_are_cases_that_there_are(bench):
+def test_parts_of_the_papers_are_cases_that_exist(bench):
     parts = importlib.import_module("papers").PARTS
     tables = {name.removeprefix("table1-") for name in parts if "table1" in name}
     assert tables == {*importlib.import_module("report").TABLE_1}

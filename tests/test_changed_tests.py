@@ -1,6 +1,4 @@
-"""`make check CHANGED=1`: the tests of what has changed, in a repository that each test writes."""
-
-from __future__ import annotations
+"""`make check CHANGED=1` selects the tests of changed files, in a repository that each test writes."""
 
 import subprocess
 from pathlib import Path
@@ -25,7 +23,7 @@ FILES = {
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Path:
+def repository(tmp_path):
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -1,10 +1,11 @@
-"""What the FASTGEN_* variables and `fastgen.configure` mean, and what a typing error in one of them does."""
+"""The FASTGEN_* variables and `fastgen.configure` set the configuration, and name their own errors."""
 
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from python_process import run_code, run_python
+from tiny_models import token_ids, unchanged
 
 import fastgen
 from fastgen.config import CONFIG, Config, read
@@ -12,7 +13,7 @@ from fastgen.config import CONFIG, Config, read
 
 @pytest.fixture
 def restored():
-    """Puts the configuration back after a test that changes it."""
+    """Restores the configuration after a test that changes it."""
     before = dict(vars(CONFIG))
     yield
     vars(CONFIG).update(before)
@@ -61,7 +62,7 @@ def test_an_error_names_the_variable_and_what_is_accepted(name, value, accepted)
     assert str(error.value) == f"FASTGEN_{name}={value!r} (accepted: {accepted})"
 
 
-def test_an_unreadable_variable_warns_and_others_count():
+def test_an_unreadable_variable_warns_and_the_others_count():
     with pytest.warns(RuntimeWarning, match="ignores FASTGEN_LOG='loud'"):
         config = read({"FASTGEN_LOG": "loud", "FASTGEN_DISABLE": "1"})
     assert config == Config(disable=True)
@@ -82,7 +83,7 @@ def test_the_log_goes_to_stderr_once_and_only_when_asked_for():
     code = """
 import importlib, logging, sys, fastgen
 importlib.reload(fastgen)
-logging.basicConfig(level="DEBUG")  # as fairseq does when it is imported
+logging.basicConfig(level="DEBUG")  # like fairseq at its import
 fastgen.configure(**eval(sys.argv[1]))
 logging.getLogger("fastgen").debug("heard")
 """
@@ -125,20 +126,15 @@ def test_configure_names_the_argument_and_what_is_accepted(settings, message):
 
 
 @pytest.mark.parametrize("name", ["shares", "auto", "disable"])
-def test_configure_refuses_a_name_and_says_which_there_are(name):
+def test_configure_refuses_a_name_and_lists_the_accepted(name):
     with pytest.raises(TypeError) as error:
         fastgen.configure(**{name: True})
     assert str(error.value).startswith(f"configure() takes no argument {name}=True (accepted: strict, share, ")
 
 
+@pytest.mark.usefixtures("restored")
 def test_configure_counts_from_the_next_call_of_generate_on():
-    code = """
-import torch, fastgen
-from transformers import GPT2Config, GPT2LMHeadModel
-model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=8, n_layer=2, n_head=2)).eval()
-for share in ("always", "never", "always"):
-    fastgen.configure(share=share)
-    model.generate(torch.ones(2, 8, dtype=torch.long), num_beams=3, max_new_tokens=3)
-    print(bool(fastgen.explain().shared))
-"""
-    assert run_code(code).split() == ["True", "False", "True"]
+    for share in ("always", "never", "always"):
+        fastgen.configure(share=share)
+        unchanged("gpt2").generate(token_ids(2, 8), num_beams=3, max_new_tokens=3)
+        assert bool(fastgen.explain().shared) == (share == "always")

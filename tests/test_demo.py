@@ -1,4 +1,4 @@
-"""`make demo`: three ways, measured after a warm-up, and what a newcomer wants to see at the end."""
+"""`make demo` measures three ways after a warm-up, and ends with what a newcomer wants to see."""
 
 import re
 from pathlib import Path
@@ -11,31 +11,27 @@ from tools import demo
 
 
 @pytest.fixture
-def sample(tmp_path: Path) -> Path:
+def sample(tmp_path):
     path = tmp_path / "sample.txt"
     path.write_text("".join(line + "\n" for line in sorted(sample_path().read_text().splitlines(), key=len)[:6]))
     return path
 
 
-def test_it_ends_with_pairs_a_sentence_and_where_the_output_lies(
-    sample: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_demo_ends_with_pairs_a_sentence_and_a_path(sample, tmp_path, capsys):
     assert demo.main(sample, tmp_path / "output.txt") == 0
-    said, progress = capsys.readouterr()
+    text, progress = capsys.readouterr()
     assert progress.count("running ") == 3 and progress.count("| 0/1 ") == 2 and "6 lines in " in progress
     lines, outputs = sample.read_text().splitlines(), (tmp_path / "output.txt").read_text().splitlines()
     for name in demo.WAYS:
-        assert re.search(rf"^  {name} +[\d.]+ s +[\d.]+ lines/s$", said, re.MULTILINE)
-    assert "6 of 6 outputs are equal in all three." in said
+        assert re.search(rf"^  {name} +[\d.]+ s +[\d.]+ lines/s$", text, re.MULTILINE)
+    assert "6 of 6 outputs are equal in all three." in text
     pairs = "\n\n".join(f"{line}\n  → {output}" for line, output in list(zip(lines, outputs))[:3])
     end = r"\n\nThe command was [\d.]+ times as fast as .*\n\nAll outputs are in .*output\.txt\.\n$"
-    assert re.search(re.escape(pairs) + end, said, re.DOTALL)
+    assert re.search(re.escape(pairs) + end, text, re.DOTALL)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["output.txt", "sample.txt"]
 
 
-def test_each_way_is_warmed_up_and_does_what_its_name_says(
-    sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_each_way_of_the_demo_is_warmed_up_and_measured(sample, tmp_path, monkeypatch, capsys):
     calls, now = [], [0.0]
 
     def way(name: str, seconds: float):
@@ -50,14 +46,12 @@ def test_each_way_is_warmed_up_and_does_what_its_name_says(
     monkeypatch.setattr(demo, "WAYS", {"loop": way("loop", 8), "fast": way("fast", 4), "command": way("command", 2)})
     assert demo.main(sample, tmp_path / "output.txt") == 0
     assert calls == [(name, file) for name in ("loop", "fast", "command") for file in ("first.txt", "sample.txt")]
-    told = " ".join(capsys.readouterr().out.split())
-    assert "The command was 4.0 times as fast as the loop around transformers alone" in told
-    assert "that loop was 2.0 times as fast with `import fastgen`" in told
+    text = " ".join(capsys.readouterr().out.split())
+    assert "The command was 4.0 times as fast as the loop around transformers alone" in text
+    assert "that loop was 2.0 times as fast with `import fastgen`" in text
 
 
-def test_outputs_that_differ_are_counted_and_end_with_status_1(
-    sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_outputs_of_the_demo_that_differ_are_counted(sample, tmp_path, monkeypatch, capsys):
     def same(source: Path, output: Path) -> None:
         output.write_text(source.read_text())
 
@@ -70,7 +64,7 @@ def test_outputs_that_differ_are_counted_and_end_with_status_1(
 
 
 @pytest.mark.parametrize(("loop", "goes_to_fastgen"), [(demo.plain_loop, False), (demo.fastgen_loop, True)])
-def test_the_loops_run_without_and_with_fastgen(loop, goes_to_fastgen: bool, sample: Path, tmp_path: Path) -> None:
+def test_the_demos_loops_run_without_and_with_fastgen(loop, goes_to_fastgen, sample, tmp_path):
     before = fastgen.explain()
     loop(sample, tmp_path / "output.txt")
     assert (fastgen.explain() is not before) == goes_to_fastgen

@@ -1,6 +1,4 @@
-"""The README and the pages of docs/: examples run, links lead somewhere, figures are those measured."""
-
-from __future__ import annotations
+"""The README and the pages of docs/: examples run, links lead somewhere, tables are up to date."""
 
 import json
 import re
@@ -19,17 +17,17 @@ def anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files_and_headings_that_are_there(page):
+def test_links_lead_to_files_and_headings_that_exist(page):
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
         if target.startswith("http"):
             continue
         name, _, anchor = target.partition("#")
-        found = (page.parent / name).resolve() if name else page
-        assert found.exists(), target
-        assert not anchor or anchor in anchors(found.read_text(encoding="utf-8")), target
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path.read_text(encoding="utf-8")), target
 
 
-def test_files_that_pages_name_are_there():
+def test_files_that_pages_name_exist():
     for page in PAGES:
         for name in re.findall(
             r"`((?:fastgen|tests|benchmarks|docs|csrc)/[\w./-]*)`", page.read_text(encoding="utf-8")
@@ -53,18 +51,27 @@ def test_the_glossary_defines_each_class_of_the_concepts():
             assert meaning.strip() and re.search(rf"^(class|def) {name}\b", sources, re.MULTILINE), name
 
 
-def test_the_example_runs_without_a_network():
+def python_of(page: str) -> list[str]:
+    """Returns the blocks of Python code of a page."""
+    return re.findall(r"```python\n(.*?)```", (REPOSITORY / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+SPOKEN = "thirty one books for seven dollars"
+EXAMPLES = {  # the page, and what holds after its first example
+    "README.md": "fastgen.explain().rows == 4",
+    "docs/constrained.md": "fastgen.explain().kernels['prefix trie: allowed tokens alone']",
+}
+
+
+@pytest.mark.parametrize("page", EXAMPLES)
+def test_the_first_example_of_a_page_runs_without_a_network(page):
     pytest.importorskip("transformers")
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    code = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
-    code += "\nassert fastgen.explain().rows == 4\n"
-    assert "thirty one books for seven dollars" in run_code(code, HF_HUB_OFFLINE="1")
+    assert SPOKEN in run_code(f"{python_of(page)[0]}\nassert {EXAMPLES[page]}\n", HF_HUB_OFFLINE="1")
 
 
-MODELS = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8"), re.DOTALL)
-
-
-@pytest.mark.parametrize("code", MODELS, ids=lambda code: re.search(r"fastgen\.models\.(\w+)|$", code).group(0))
+@pytest.mark.parametrize(
+    "code", python_of("docs/models.md"), ids=lambda code: re.search(r"fastgen\.models\.(\w+)|$", code).group(0)
+)
 def test_the_examples_of_models_run_without_a_network(code):
     pytest.importorskip("transformers")
     if "fairseq" in code:
@@ -72,15 +79,23 @@ def test_the_examples_of_models_run_without_a_network(code):
     run_code(code, HF_HUB_OFFLINE="1")
 
 
-def test_the_example_of_given_outputs_runs_without_a_network():
-    pytest.importorskip("transformers")
-    text = (REPOSITORY / "docs" / "constrained.md").read_text(encoding="utf-8")
-    code = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
-    code += "\nassert fastgen.explain().kernels['prefix trie: allowed tokens alone']\n"
-    assert "['thirty one books for seven dollars', " in run_code(code, HF_HUB_OFFLINE="1")
+RECIPES = python_of("docs/scaling.md")
 
 
-def test_the_table_of_versions_holds_what_the_matrix_ran(monkeypatch):
+def test_the_recipe_for_datasets_runs():
+    pytest.importorskip("datasets")
+    assert SPOKEN in run_code(RECIPES[0], HF_HUB_OFFLINE="1")
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_the_recipe_for_ray_data_runs():
+    pytest.importorskip("ray")
+    pytest.importorskip("pyarrow")
+    assert SPOKEN in run_code(RECIPES[1], HF_HUB_OFFLINE="1", RAY_ADDRESS="local")  # not another program's cluster
+
+
+def test_the_table_of_versions_holds_the_matrixs_results(monkeypatch):
     monkeypatch.syspath_prepend(REPOSITORY / "tools" / "matrix")
     import run
 

@@ -1,13 +1,9 @@
-"""The examples run, and do what they say."""
-
-from __future__ import annotations
+"""The examples run, and do what their docstrings promise."""
 
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from cli_models import save_bart, sentences
@@ -39,21 +35,21 @@ FILES, ROWS = 12, 8
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def cluster(tmp_path, monkeypatch):
     pytest.importorskip("ray")
     pytest.importorskip("pyarrow")
     monkeypatch.setenv("PYTHONPATH", changed(tmp_path, NOTED))
     monkeypatch.setenv("NOTED", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    found = Cluster(4, memory=200 << 20)
-    monkeypatch.setenv("RAY_ADDRESS", found.address)
+    ray_cluster = Cluster(4, memory=200 << 20)
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)
     yield
-    found.end()
+    ray_cluster.end()
 
 
-def test_a_job_on_ray_data_writes_every_id_once(cluster: None, tmp_path: Path) -> None:
-    """A worker is killed, then the job; it is started again, and once more. Then other files with the same rows."""
+def test_a_job_on_ray_data_writes_every_id_once(cluster, tmp_path):
+    """A worker is killed, then the job; it is started twice more, and then with other files of the same rows."""
     import pyarrow as pa
     import pyarrow.parquet
 
@@ -63,7 +59,7 @@ def test_a_job_on_ray_data_writes_every_id_once(cluster: None, tmp_path: Path) -
         return [*script, str(tmp_path / form), str(tmp_path / f"out-{form}"), "--format", form, *settings]
 
     def outputs(form: str) -> dict[int, list[str]]:
-        """By id; every row is there once, with its text."""
+        """Returns the outputs by id; every row is there once, with its text."""
         rows = pyarrow.parquet.read_table(tmp_path / f"out-{form}").to_pylist()
         assert sorted(row["id"] for row in rows) == list(range(FILES * ROWS))
         assert all(len(row["outputs"]) == 1 and row["error"] is None for row in rows)
@@ -93,9 +89,9 @@ def test_a_job_on_ray_data_writes_every_id_once(cluster: None, tmp_path: Path) -
     for form in ("parquet", "jsonl"):
         before = batches()
         assert subprocess.run(call(form)).returncode == 0
-        made, done = outputs(form), batches() - before
-        # not those that were written before the job was killed
+        written, done = outputs(form), batches() - before
+        # without those that were written before the job was killed
         assert 0 < done < FILES * ROWS if form == "parquet" else done == FILES * ROWS
         before = batches()
         assert subprocess.run(call(form)).returncode == 0
-        assert batches() == before and outputs(form) == made
+        assert batches() == before and outputs(form) == written

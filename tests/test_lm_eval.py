@@ -1,6 +1,4 @@
-"""lm-evaluation-harness under `python -m fastgen`: the same answers to questions that are asked many times."""
-
-from __future__ import annotations
+"""lm-evaluation-harness under `python -m fastgen` has the same answers and metrics."""
 
 import importlib
 import json
@@ -19,7 +17,7 @@ pytest.importorskip("lm_eval")
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
-# After each call that fastgen logs, the whole report goes to stderr.
+# Prints the whole report to stderr after each call that fastgen logs.
 TELLS_REPORTS = """
 import logging, sys
 
@@ -41,7 +39,7 @@ def bench(monkeypatch):
 
 @pytest.fixture
 def evaluated(bench, tmp_path):
-    """A function that runs the harness on tasks: its results, the answers to each task's samples, and what it said."""
+    """Runs the harness on tasks; returns its results, the answers to each task's samples, and its log."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     bench.write_model(tmp_path / "model", **sizes, num_attention_heads=4, num_key_value_heads=2)
     (tmp_path / "sitecustomize.py").write_text(TELLS_REPORTS)
@@ -71,8 +69,8 @@ def test_answers_and_metrics_are_the_same(bench, evaluated, tmp_path):
     sampled = bench.write_task(tmp_path, bench.Case(3, 20, repeats=8), new_tokens=6)
     chosen = bench.write_task(tmp_path, bench.Case(12, 20, shots=30, options=4), number=1)
     results, stock, _ = evaluated("stock", [sampled, chosen])
-    found, fast, log = evaluated("fastgen", [sampled, chosen], "-m", "fastgen")
-    assert found == results and results[chosen]["acc,none"] < 1
+    fast_results, fast, log = evaluated("fastgen", [sampled, chosen], "-m", "fastgen")
+    assert fast_results == results and results[chosen]["acc,none"] < 1
     assert [len(set(answer[0])) > 1 for answer in stock[sampled]] == [True] * 3
     assert fast[sampled] == stock[sampled]
     assert "groups of 3, 2, not of one size" in log and "the prompt's keys and values: once per input" in log
@@ -92,7 +90,7 @@ def harness(bench, tmp_path):
 
 
 def requests(shots: int, questions: int = 6, options: int = 4) -> list:
-    """Multiple-choice questions behind so many words of examples, in the harness's form."""
+    """Returns multiple-choice questions after so many words of examples, in the harness's form."""
     from lm_eval.api.instance import Instance
 
     examples = " ".join(f"w{(7 * word) % 90}" for word in range(shots))
@@ -105,7 +103,7 @@ def requests(shots: int, questions: int = 6, options: int = 4) -> list:
 
 
 class Hook:
-    """The cache of answers, as the harness calls it."""
+    """A cache of answers with the method that the harness calls."""
 
     def __init__(self) -> None:
         self.added: dict = {}
@@ -126,13 +124,11 @@ def test_multiple_choice_has_the_same_answers(harness, shots):
         report = fastgen.explain()
     assert report.inputs == 6 and report.rows == 24 and report.prefix_length == shots
     assert [greedy for _, greedy in fast] == [greedy for _, greedy in stock]
-    torch.testing.assert_close(
-        torch.tensor([x for x, _ in fast]), torch.tensor([x for x, _ in stock]), atol=1e-4, rtol=0
-    )
+    torch.testing.assert_close([x for x, _ in fast], [x for x, _ in stock], atol=1e-4, rtol=0)
     assert hooks[0].added.keys() == hooks[1].added.keys() and len(hooks[1].added) == 24
 
 
-def test_what_is_left_to_the_harness(harness, monkeypatch):
+def test_other_requests_and_models_are_left_to_the_harness(harness, monkeypatch):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
@@ -140,29 +136,24 @@ def test_what_is_left_to_the_harness(harness, monkeypatch):
         def _model_call(self, *args, **kwargs):
             return super()._model_call(*args, **kwargs) * 2
 
-    def codes() -> set[str]:
-        return fastgen.explain().codes("prompt sharing")
+    def assert_left(code: str, method: str = "loglikelihood", asked: list | None = None) -> None:
+        with fastgen.disabled():
+            expected = getattr(harness, method)(asked or requests(30), disable_tqdm=True)
+        assert getattr(harness, method)(asked or requests(30), disable_tqdm=True) == expected
+        assert fastgen.explain().codes("prompt sharing") == {code}
 
     with configured(share="always"):
-        rolling = [Instance("loglikelihood_rolling", {}, (" ".join(f"w{word}" for word in range(40)),), 0)]
-        with fastgen.disabled():
-            expected = harness.loglikelihood_rolling(rolling, disable_tqdm=True)
-        assert harness.loglikelihood_rolling(rolling, disable_tqdm=True) == expected and codes() == {"HARNESS"}
+        text = " ".join(f"w{word}" for word in range(40))
+        assert_left("HARNESS", "loglikelihood_rolling", [Instance("loglikelihood_rolling", {}, (text,), 0)])
         monkeypatch.setattr(harness, "_max_length", 20)
-        with fastgen.disabled():
-            expected = harness.loglikelihood(requests(30), disable_tqdm=True)
-        assert harness.loglikelihood(requests(30), disable_tqdm=True) == expected and codes() == {"HARNESS"}
+        assert_left("HARNESS")
         monkeypatch.undo()
         harness.__class__ = Own
-        with fastgen.disabled():
-            expected = harness.loglikelihood(requests(30), disable_tqdm=True)
-        assert harness.loglikelihood(requests(30), disable_tqdm=True) == expected and codes() == {"METHOD_REPLACED"}
-        harness.__class__ = type(harness).__mro__[1]
-        original = type(harness)._model_call
-        for owner in (harness, type(harness)):
+        assert_left("METHOD_REPLACED")
+        harness.__class__ = HFLM
+        original = HFLM._model_call
+        for owner in (harness, HFLM):
             monkeypatch.setattr(owner, "_model_call", lambda *args, **kwargs: 2 * original(harness, args[-1], **kwargs))
-            with fastgen.disabled():
-                expected = harness.loglikelihood(requests(30), disable_tqdm=True)
-            assert harness.loglikelihood(requests(30), disable_tqdm=True) == expected and codes() == {"METHOD_REPLACED"}
+            assert_left("METHOD_REPLACED")
             monkeypatch.undo()
-            vars(harness).pop("_model_call", None)  # pytest before 9.2 leaves the method that was found there
+            vars(harness).pop("_model_call", None)  # pytest before 9.2 leaves the method of the class there

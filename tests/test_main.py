@@ -1,4 +1,4 @@
-"""`python -m fastgen`: the report, and programs that run under it as they run under python."""
+"""`python -m fastgen` prints a report, or runs a program as Python would."""
 
 from importlib.util import find_spec
 
@@ -47,7 +47,7 @@ def same_as_python(folder, *args):
     ],
     ids=["script", "folder", "package", "module"],
 )
-def test_a_program_sees_what_python_would_show_it(folder, args):
+def test_a_program_sees_the_same_as_under_python(folder, args):
     args = [str(folder / "sub") if word == "sub" else word for word in args]
     assert "__main__" in same_as_python(folder, *args).stdout
 
@@ -56,7 +56,7 @@ def test_a_program_sees_what_python_would_show_it(folder, args):
     ("ending", "status"),
     [("sys.exit(3)", 3), ("sys.exit('message')", 1), ("raise KeyError(1)", 1), ("sys.exit()", 0), ("def", 1)],
 )
-def test_a_program_ends_with_the_status_it_has_by_itself(folder, ending, status):
+def test_a_program_ends_with_its_own_status(folder, ending, status):
     (folder / "ending.py").write_text(f"import sys\n{ending}\n")
     under = same_as_python(folder, "ending.py")
     assert under.returncode == status
@@ -66,11 +66,11 @@ def test_a_program_ends_with_the_status_it_has_by_itself(folder, ending, status)
 
 def test_a_program_runs_with_the_patches_armed(folder):
     (folder / "armed.py").write_text("import sys; print([str(s.state) for s in sys.modules['fastgen'].status()][0])")
-    for auto in ("0", "1"):  # whoever runs a program under fastgen asks for it
+    for auto in ("0", "1"):  # running a program under fastgen asks for it
         assert run_python("-m", "fastgen", "armed.py", cwd=folder, FASTGEN_AUTO=auto).stdout.strip() == "pending"
 
 
-def test_threads_and_workers_find_the_program(folder):
+def test_threads_and_workers_find_the_main_module(folder):
     (folder / "late.py").write_text(
         """
 import multiprocessing, pickle, sys, threading, time
@@ -104,7 +104,7 @@ def test_a_missing_program_is_one_clear_line(folder):
     assert unknown.returncode == 2 and "unrecognized arguments: --no-such-option" in unknown.stderr
 
 
-def test_help_and_version():
+def test_help_and_version_are_printed():
     assert run_python("-m", "fastgen", "--version").stdout == f"fastgen {fastgen.__version__}\n"
     assert "SCRIPT [ARGUMENT ...]" in run_python("-m", "fastgen", "--help").stdout
 
@@ -112,7 +112,7 @@ def test_help_and_version():
 def test_the_report_shows_patches_and_kernels_in_one_screen():
     transformers = pytest.importorskip("transformers")
     done = run_python("-m", "fastgen")
-    assert done.returncode == 0 and done.stderr == "", done.stderr  # nor what the hosts log at their import
+    assert done.returncode == 0 and done.stderr == "", done.stderr  # nothing that hosts log at their import
     lines = done.stdout.splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 120
     assert lines[0].startswith(f"fastgen {fastgen.__version__}, Python ")
@@ -127,7 +127,7 @@ def test_the_report_shows_patches_and_kernels_in_one_screen():
     assert all("torch" in words or "BLAS" in words for words in kernels)
 
 
-def test_the_report_says_why_a_host_is_not_patched(tmp_path):
+def test_the_report_tells_why_a_host_is_not_patched(tmp_path):
     (tmp_path / "transformers").mkdir()
     (tmp_path / "transformers" / "__init__.py").write_text("raise ImportError('broken installation')")
     done = run_python("-m", "fastgen", path=tmp_path)
@@ -146,19 +146,19 @@ from fastgen.__main__ import _source_tree
 
 folders = {folders}
 read_text = lambda name: {direct_url!r}
-of = lambda folder: SimpleNamespace(locate_file=lambda file: Path(folder, file), read_text=read_text)
-metadata.distributions = lambda name: map(of, folders)
+installed = lambda folder: SimpleNamespace(locate_file=lambda file: Path(folder, file), read_text=read_text)
+metadata.distributions = lambda name: map(installed, folders)
 print(*_source_tree(Path({tree!r})), sep="\\n")
 """
 
 
 def source_tree_lines(tree, folders, direct_url=None):
-    """What the report says of `tree` where fastgen is installed in `folders`."""
+    """Returns what the report says of `tree` if fastgen is installed in `folders`."""
     code = INSTALLATION.format(tree=str(tree), folders=list(map(str, folders)), direct_url=direct_url)
     return run_python("-c", code).stdout.splitlines()
 
 
-def test_the_report_says_that_it_runs_from_a_source_tree(tmp_path):
+def test_the_report_names_the_source_tree_it_runs_from(tmp_path):
     tree, site = tmp_path / "checkout", tmp_path / "site-packages"
     for folder in (tree / "fastgen", site / "fastgen"):
         folder.mkdir(parents=True)

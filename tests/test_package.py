@@ -1,4 +1,4 @@
-"""`import fastgen` as a program meets it: in every order, in threads and workers, twice, switched off, and quickly.
+"""`import fastgen` works in every order, in threads and workers, twice, switched off, and quickly.
 
 Most processes here import a stand-in for transformers, and stand-ins for fastgen's replacements.
 """
@@ -24,7 +24,7 @@ class GenerationMixin:
 PRISTINE = dict(vars(GenerationMixin))
 """
 
-# Each step of a program by its name, and what its `generate` gives and the states say at the end.
+# The steps of a program by their names, and at its end the states, the result of `generate`, and if it is pristine.
 STEPS = """
 import contextlib, importlib, sys, types
 
@@ -74,6 +74,8 @@ def outcome():
 FAST = ({"applied"}, ["fast generate", "fast prefill", "original", 7], False)
 ORIGINAL = ({"reverted"}, ["original", 7], True)
 WAITING = ({"pending"}, None, None)
+LAST_ENABLED = ("", "enable enable", "disable enable", "reload reload")
+LAST_DISABLED = ("disable disable", "disable enable disable", "reload disable")
 
 
 @pytest.fixture
@@ -94,7 +96,7 @@ def set_host(host, old, new):
 
 
 def run_steps(order, host, more="outcome()", **env):
-    """Runs the steps of `order` in a process, and returns the value of the expression `more` at the end of it."""
+    """Runs the steps of `order` in a process, and returns the value of the expression `more` at its end."""
     code = f"{STEPS}\nfor name in {order.split()}:\n    step(name)\nprint('value:', repr({more}))"
     return eval(run_code(code, path=host, **env).rpartition("value: ")[2])
 
@@ -102,24 +104,14 @@ def run_steps(order, host, more="outcome()", **env):
 @pytest.mark.parametrize(
     ("order", "expected"),
     [
+        *((f"{first} {rest}", FAST) for first in ("host fastgen", "fastgen host") for rest in LAST_ENABLED),
+        *((f"{first} {rest}", ORIGINAL) for first in ("host fastgen", "fastgen host") for rest in LAST_DISABLED),
+        *((order, FAST) for order in ("fastgen package host", "package fastgen host", "fastgen reload host")),
+        *((f"fastgen {rest}", FAST) for rest in ("enable host", "disable enable host", "disable host enable")),
         ("fastgen", WAITING),
-        ("fastgen host", FAST),
-        ("fastgen package host", FAST),
-        ("package fastgen host", FAST),
-        ("host fastgen", FAST),
-        ("fastgen host enable enable", FAST),
-        ("fastgen enable host", FAST),
+        ("fastgen disable enable", WAITING),
         ("fastgen disable", ({"reverted"}, None, None)),
         ("fastgen disable host", ORIGINAL),
-        ("host fastgen disable disable", ORIGINAL),
-        ("fastgen disable enable", WAITING),
-        ("fastgen disable enable host", FAST),
-        ("fastgen disable host enable", FAST),
-        ("fastgen host disable enable", FAST),
-        ("host fastgen disable enable disable", ORIGINAL),
-        ("host fastgen reload reload", FAST),
-        ("fastgen reload host", FAST),
-        ("host fastgen reload disable", ORIGINAL),
     ],
 )
 def test_after_imports_in_any_order_the_last_switch_counts(host, order, expected):
@@ -142,17 +134,10 @@ OFF = ({"skipped"}, ["original", 7], True)
     ("order", "expected"),
     [
         ("host fastgen", OFF),
-        ("fastgen host", OFF),
-        ("fastgen host reload", OFF),
-        ("fastgen host disable", OFF),
-        ("fastgen host enable", FAST),
-        ("fastgen enable host reload", FAST),
-        ("fastgen host enable disable", ORIGINAL),
-        ("fastgen host enabled", ARMED),
-        ("fastgen enabled host reload", ARMED),
-        ("fastgen host enabled enable", FAST),
-        ("fastgen host enabled disable", ORIGINAL),
-        ("fastgen host disable enabled", ARMED),
+        *((f"fastgen host {rest}", OFF) for rest in ("", "reload", "disable")),
+        *((f"fastgen {rest}", FAST) for rest in ("host enable", "enable host reload", "host enabled enable")),
+        *((f"fastgen host {rest}", ORIGINAL) for rest in ("enable disable", "enabled disable")),
+        *((f"fastgen {rest}", ARMED) for rest in ("host enabled", "enabled host reload", "host disable enabled")),
     ],
 )
 def test_without_auto_only_enable_and_enabled_arm_patches(host, order, expected):
@@ -169,7 +154,7 @@ def test_inside_enabled_calls_go_to_fastgen(host, order, auto):
 
 
 def test_importing_and_configuring_loads_few_modules():
-    """A program pays for them at its start, whether it uses fastgen or not; which ones it has already differs."""
+    """A program pays for them at its start, whether it uses fastgen or not."""
     common = "import dataclasses, functools, importlib.util, logging"
     code = f"{common}, sys; before = set(sys.modules); import fastgen; fastgen.configure(share='never')"
     loaded = run_code(f"{code}; print(*(set(sys.modules) - before))").split()
@@ -213,7 +198,7 @@ print(fastgen.status())
     assert not any("transformers." in line for line in others if not line.strip().startswith("fairseq"))
 
 
-def test_an_old_host_is_left_alone_by_what_needs_another(old_host):
+def test_a_harness_on_an_old_host_is_left_alone(old_host):
     (old_host / "lm_eval" / "models").mkdir(parents=True)
     (old_host / "lm_eval" / "__init__.py").write_text("__version__ = '0.4.13'\n")
     (old_host / "lm_eval" / "models" / "__init__.py").write_text("")
@@ -224,7 +209,7 @@ def test_an_old_host_is_left_alone_by_what_needs_another(old_host):
     assert ["lm_eval", "skipped", TOO_OLD] in [line.split(maxsplit=2) for line in done.stdout.splitlines()]
 
 
-def test_what_is_asked_of_an_old_host_names_the_versions(old_host):
+def test_functions_that_need_a_newer_host_name_versions(old_host):
     code = """
 import fastgen
 for call in (
@@ -257,23 +242,23 @@ def test_the_command_refuses_an_old_host_in_one_line(old_host):
         ({}, "disable", "fastgen.disable()"),
     ],
 )
-def test_explain_and_status_say_why_nothing_is_patched(host, env, call, reason):
+def test_explain_and_status_tell_why_nothing_is_patched(host, env, call, reason):
     code = f"import fastgen; fastgen.{call}(); print(fastgen.status()); import transformers.generation.utils"
     status, report = run_code(f"{code}; print(fastgen.explain().as_dict())", path=host, **env).splitlines()
     assert status == f"Nothing is patched: {reason}."
     report = eval(report)
     assert report["verdict"].startswith("patches: no patch is active: ") and reason in report["verdict"]
-    assert [one["code"] for one in report["reasons"]] == ["NO_PATCH", "NO_CALL"]
+    assert [reason["code"] for reason in report["reasons"]] == ["NO_PATCH", "NO_CALL"]
 
 
-def test_explain_before_a_call_says_that_there_was_none(host):
+def test_explain_before_a_call_tells_that_there_was_none(host):
     code = "import transformers.generation.utils, fastgen; r = fastgen.explain(); print(r, r is fastgen.explain())"
     verdict, rest = run_code(code, path=host).splitlines()
     assert verdict.endswith(NO_CALL) and "no patch is active" not in verdict
     assert rest == "  no call True"
 
 
-def test_strict_raises_what_is_otherwise_left_to_the_original(host):
+def test_strict_raises_an_error_that_else_is_the_originals(host):
     code = "broken = eval('lambda *args, **kwargs: {}[\"ours\"]', {'__name__': 'fastgen.broken'})\n"
     code += "sys.modules['fastgen.optimizer.transformers.prefill'].prefill = broken\n"
     code += "step('fastgen'); step('host'); print(outcome())"
@@ -284,7 +269,7 @@ def test_strict_raises_what_is_otherwise_left_to_the_original(host):
     assert done.returncode == 1 and done.stderr.endswith("KeyError: 'ours'\n")
 
 
-def test_a_host_whose_import_fails_fails_as_without_fastgen(host):
+def test_a_host_that_fails_to_import_has_its_own_error(host):
     set_host(host, "class GenerationMixin:", "import no_such_module\nclass GenerationMixin:")
     code = "import {}sys\nimport transformers.generation.utils"
     with_fastgen, without = (run_python("-c", code.format(name), path=host) for name in ("fastgen, ", ""))
@@ -294,7 +279,7 @@ def test_a_host_whose_import_fails_fails_as_without_fastgen(host):
 
 
 def test_explain_and_status_work_without_a_host():
-    """Of a host that is not installed the table has one line."""
+    """The table has one line for a host that is not installed."""
     code = """
 import importlib.util
 find_spec = importlib.util.find_spec
@@ -350,7 +335,7 @@ print(first, set(statuses), sep="|")
     assert eval(first) == FAST and eval(statuses) == {0}
 
 
-def test_threads_that_import_both_at_once_end_up_patched(host):
+def test_threads_that_import_together_end_up_patched(host):
     set_host(host, "class GenerationMixin:", "import time; time.sleep(0.2)\n\nclass GenerationMixin:")
     code = """
 import threading
@@ -369,9 +354,9 @@ import inspect, fastgen
 from transformers import GenerationMixin, activations
 names = ("generate", "_prefill", "_sample", "_beam_search")
 patched = [inspect.signature(getattr(GenerationMixin, name)) for name in names]
-patches = [one for one in fastgen.status() if one.name.startswith("transformers.")]
+patches = [state for state in fastgen.status() if state.name.startswith("transformers.")]
 names_of_models = ("stages", "positions", "vocoder", "prophetnet")  # pending until those models are imported
-states = {one.state for one in patches if not any(name in one.name for name in names_of_models)}
+states = {patch.state for patch in patches if not any(name in patch.name for name in names_of_models)}
 print(states, end=" ")
 wrappers = [vars(GenerationMixin)[name] for name in names]
 fastgen.disable()
@@ -385,7 +370,7 @@ def test_the_distribution_is_called_fastgen_generate():
     assert importlib.metadata.version("fastgen-generate") == fastgen.__version__
 
 
-def test_nothing_tells_to_install_another_project():
+def test_no_text_installs_another_project():
     texts = [*REPOSITORY.glob("*.*"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("fastgen/**/*.py")]
     texts = [path for path in [REPOSITORY / "Makefile", *texts] if path.is_file()]
     assert len(texts) > 100

@@ -1,6 +1,4 @@
-"""Benchmarks of peers: processes that answer, that cannot do the work or end."""
-
-from __future__ import annotations
+"""Benchmarks of peers: processes that answer, that cannot do the work, or that end."""
 
 import importlib
 import json
@@ -32,7 +30,7 @@ TINY_GPT2 = {"vocab_size": 40, "n_embd": 8, "n_layer": 2, "n_head": 2, "initiali
 
 @pytest.fixture
 def run_peers(monkeypatch, tmp_path):
-    """Runs programs as peers beside a tiny model; returns what the JSON tells of it."""
+    """Runs programs as peers of a tiny model; returns the results."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     bench, calls, peers = map(importlib.import_module, ("bench", "calls", "peers"))
     shutil.copy(peers.PROGRAMS / "answer.py", tmp_path)
@@ -56,7 +54,7 @@ def run_peers(monkeypatch, tmp_path):
     return run
 
 
-def test_peer_answers_in_turns_with_stock_and_fastgen(run_peers, capsys):
+def test_a_peer_answers_in_turns_with_stock_and_fastgen(run_peers, capsys):
     result = run_peers(answers=ANSWERS)
     peer = "answers float32, other numbers"
     assert list(result["seconds"]) == ["fastgen", "stock", "fastgen bfloat16, other numbers", peer]
@@ -66,7 +64,7 @@ def test_peer_answers_in_turns_with_stock_and_fastgen(run_peers, capsys):
     assert peer in capsys.readouterr().out
 
 
-def test_peer_that_has_no_figure_has_a_reason(run_peers, capsys):
+def test_a_peer_without_a_figure_has_a_reason(run_peers, capsys):
     result = run_peers(
         refuses='raise CannotError(f"no {task.dtype} here")',
         raises="return lambda: [][0]",
@@ -82,7 +80,7 @@ def test_peer_that_has_no_figure_has_a_reason(run_peers, capsys):
     assert list(result["seconds"]) == ["fastgen", "stock"] and "no float32 here" in capsys.readouterr().out
 
 
-def test_peer_that_cannot_run_is_not_started(run_peers):
+def test_a_peer_that_cannot_run_is_not_started(run_peers):
     result = run_peers(cannot={"tiny": "has no tiny models"}, peer="raise SystemExit")
     assert result["reasons"] == {"peer float32": "has no tiny models"}
     result = run_peers(environment="none-such", peer=ANSWERS)

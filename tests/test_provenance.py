@@ -1,6 +1,4 @@
-"""Whose code a function, a class or an object is, however it was wrapped."""
-
-from __future__ import annotations
+"""The packages whose code a function, a class or an object runs, however it was wrapped."""
 
 import functools
 import types
@@ -16,7 +14,7 @@ METHOD = JSONDecoder.decode
 
 
 class Wrapper:
-    """An object that says that it is what it wraps."""
+    """An object that pretends to be the function that it wraps."""
 
     def __init__(self) -> None:
         functools.update_wrapper(self, METHOD)
@@ -39,7 +37,7 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize(("method", "packages"), WRAPPED.values(), ids=WRAPPED.keys())
-def test_what_is_put_around_a_method_is_seen(method, packages):
+def test_wrappers_of_a_method_are_seen(method, packages):
     assert packages_of(method) == packages and not comes_with(method, JSONDecoder)
 
 
@@ -52,6 +50,6 @@ def test_a_method_of_another_module_comes_with_another_class():
     assert packages_of(JSONEncoder.encode) == {"json"} and not comes_with(JSONEncoder.encode, JSONDecoder)
 
 
-def test_classes_builtin_functions_and_none():
+def test_classes_builtins_and_none_have_their_packages():
     assert [packages_of(code) for code in (JSONDecoder, Wrapper, len, None)] == [{"json"}, {OURS}, {"builtins"}, set()]
     assert not comes_with(None, JSONDecoder)

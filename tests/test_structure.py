@@ -1,22 +1,32 @@
-"""What linters do not check: words of decoding, how long functions are, names of tests, and which cover a module."""
-
-from __future__ import annotations
+"""Rules that no linter has: words of decoding, lengths of functions, names and lists of tests, versions."""
 
 import ast
+import json
 import re
+import sys
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
+from fastgen.optimizer import fairseq, transformers
 from tools.changed_tests import has_code, named_tests
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest has brought it
 
 ROOT = Path(__file__).parent.parent
 HOSTS = re.compile("transformers|fairseq|hugging ?face", re.IGNORECASE)
 
 
 def test_decoding_names_no_host():
-    """It serves any: what it knows of one would be wrong for the next."""
+    """It serves any host: facts of one would be wrong for the next."""
     files = sorted((ROOT / "fastgen/optimizer/decoding").glob("*.py"))
     lines = [(file.name, line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     assert len(lines) > 500
@@ -50,8 +60,52 @@ def test_lists_of_tests_name_tests_that_exist(name):
 
 
 def test_modules_name_the_tests_that_cover_them():
-    """At the end of the docstring of each module that has code: `Tests:` and the paths."""
+    """The docstring of each module that has code ends with `Tests:` and their paths."""
     modules = [path for path in sorted((ROOT / "fastgen").rglob("*.py")) if has_code(path)]
     assert len(modules) > 30
     assert [str(path) for path in modules if not named_tests(path)] == []
     assert [(str(path), name) for path in modules for name in named_tests(path) if not (ROOT / name).exists()] == []
+
+
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    """The requirements of each extra, and those that every installation has."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {"": project["dependencies"], **project["optional-dependencies"]}
+    return {extra: [Requirement(line) for line in lines] for extra, lines in extras.items()}
+
+
+def constraints(python: str) -> dict[str, SpecifierSet]:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    return {canonicalize_name(line.name): line.specifier for line in map(Requirement, lines) if holds(line, python)}
+
+
+def holds(requirement: Requirement, python: str) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"python_version": python})
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_no_extra_refuses_the_version_of_the_constraints(wanted, python):
+    left = constraints(python)
+    checked = 0
+    for extra, requirements in wanted.items():
+        for requirement in requirements:
+            for allowed in left.get(canonicalize_name(requirement.name), SpecifierSet()):
+                if holds(requirement, python) and allowed.operator == "==":
+                    assert requirement.specifier.contains(allowed.version), f"[{extra}] {requirement}: {allowed}"
+                    checked += 1
+    assert checked > 10
+
+
+TESTED = {"transformers": transformers.TESTED, "fairseq": fairseq.TESTED}
+ROWS = json.loads((ROOT / "tools" / "matrix" / "results.json").read_text())
+
+
+@pytest.mark.parametrize("host", TESTED)
+def test_tested_versions_are_those_of_the_matrix(host):
+    ran = sorted({Version(row[host]) for row in ROWS if row.get(host)})
+    assert (str(ran[0]), str(ran[-1])) == TESTED[host]
+    assert [(row["name"], row["failed"]) for row in ROWS if row["failed"]] == []

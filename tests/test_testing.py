@@ -1,6 +1,4 @@
-"""The hooks of fastgen.testing: each names what is there, changes what it says, and puts it back."""
-
-from __future__ import annotations
+"""The hooks of fastgen.testing name existing parts, change what they promise, and restore it."""
 
 import subprocess
 import sys
@@ -8,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity import tiny, token_ids
+from tiny_models import tiny, token_ids
 
 import fastgen
 from fastgen import testing
@@ -19,7 +17,7 @@ BEAMS = {"num_beams": 3, "max_new_tokens": 4}
 
 
 @pytest.mark.parametrize("path", [*PARTS.values(), *LIMITS.values()])
-def test_hooks_name_what_is_there(path):
+def test_hooks_name_existing_parts(path):
     if ".fairseq" in path:
         pytest.importorskip("fairseq")
     owner, name = testing.place_of(path)
@@ -33,7 +31,7 @@ def test_each_part_and_limit_serves_a_test():
     assert [limit for limit in LIMITS if f"{limit}=" not in text] == []
 
 
-def test_a_watched_part_is_put_back():
+def test_a_watched_part_is_restored():
     before = testing.place_of(PARTS["decode step"])[0].logits
     with testing.watched("decode step") as calls:
         tiny("llama").generate(token_ids(2, 9), **BEAMS)

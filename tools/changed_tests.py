@@ -1,7 +1,7 @@
 """Prints the tests of what has changed, one a line: those that the `Tests:` lines of changed modules name.
 
-A changed test file stands for itself, a changed helper for the test files that import it. What has changed is what
-differs from the commit at which this branch left main, and what git does not follow yet. For `make check CHANGED=1`.
+A changed test file stands for itself, a changed helper for the test files that import it. Changed files are those that
+differ from the commit at which this branch left main, and those that git does not track. For `make check CHANGED=1`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# The tests of what has no docstring, by the beginning of its path.
+# The tests of files without a docstring, by the beginning of their path.
 OTHERS = {
     "csrc/": ["tests/ops"],
     "setup.py": ["tests/ops"],
@@ -66,7 +66,7 @@ def has_code(module: Path) -> bool:
 
 
 def users_of(helper: Path, root: Path) -> set[str]:
-    """Returns the test files that import a helper or name its file, also by means of other helpers."""
+    """Returns the test files that import a helper or name its file, or do so through other helpers."""
     texts = {path: path.read_text(encoding="utf-8") for path in (root / "tests").rglob("*.py")}
     users, latest = {helper}, {helper}
     while latest:

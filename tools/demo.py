@@ -26,7 +26,7 @@ BS = 32
 
 
 def user_loop(source: Path, output: Path) -> None:
-    """What a user would write around transformers."""
+    """Generates as a user would with transformers alone."""
     tokenizer = AutoTokenizer.from_pretrained(demo_path())
     model = AutoModelForSeq2SeqLM.from_pretrained(demo_path()).eval()
     lines = source.read_text(encoding="utf-8").splitlines()
@@ -58,7 +58,7 @@ WAYS: dict[str, Callable[[Path, Path], None]] = {
 
 
 def main(source: Path, output: Path) -> int:
-    """Runs all three ways, prints what they took, and leaves what the command writes in `output`; returns a status."""
+    """Runs all three ways, prints their seconds, leaves the command's outputs in `output`; returns a status."""
     logging.disable_progress_bar()
     lines = source.read_text(encoding="utf-8").splitlines()
     print(f"{len(lines)} lines of written English into spoken English, on the CPU, in batches of {BS}:", flush=True)
@@ -86,9 +86,9 @@ def main(source: Path, output: Path) -> int:
         "input instead of once per beam."
     )
     pairs = [f"{line}\n  → {text}" for line, text in zip(lines[:3], outputs[-1])]
-    told = [f"{equal} of {len(lines)} outputs are equal in all three.", *pairs, textwrap.fill(gained, 80)]
-    print("\n\n".join([*told, f"All outputs are in {output}."]))
-    return 0 if all(one == outputs[0] for one in outputs) else FAILED
+    sections = [f"{equal} of {len(lines)} outputs are equal in all three.", *pairs, textwrap.fill(gained, 80)]
+    print("\n\n".join([*sections, f"All outputs are in {output}."]))
+    return 0 if all(texts == outputs[0] for texts in outputs) else FAILED
 
 
 if __name__ == "__main__":

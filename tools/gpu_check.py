@@ -1,12 +1,12 @@
-"""`make gpu-check`: what a GPU can show that a CPU cannot, in about ten minutes, part by part.
+"""`make gpu-check`: the checks that need a GPU, in about ten minutes, part by part.
 
     python tools/gpu_check.py [PART …] [--json gpu-check.json] [--page FILE]
 
 Each part is written to the file of JSON as soon as it has ended. A part that the file has, of this GPU, versions and
 day, is not run again. Parts: environment, attention (errors and times of the ways to attend), generate (models of real
 shape in four ways), tests (`tests/gpu`), sanitize (kernels under compute-sanitizer). --page writes the tables into a
-page. Ends with 1 if tests fail or a kernel is less exact than torch's attention, with 2 if there is no GPU. As a whole
-not yet run on a GPU; its dry run, with tiny shapes, runs on the tests' twin of a GPU.
+page. Ends with 1 if tests fail or a kernel is less exact than torch's attention, with 2 without a GPU. Not yet run as a
+whole on a GPU; its dry run, with tiny shapes, runs on the tests' twin of a GPU.
 
 Tests: tests/optimizer/test_cuda_twin.py
 """
@@ -117,7 +117,7 @@ def _graph_us(call: Callable[[], Tensor], calls: int = 20) -> float:
 
 @dataclass
 class Model:
-    """kind, config: of transformers; a few layers of a large model, since each is like the next."""
+    """A model of transformers. Of a large one a few layers are enough, because they are alike."""
 
     kind: str
     config: dict[str, Any]
@@ -229,13 +229,13 @@ def tests(dry: bool) -> dict[str, Any]:
     """Runs tests/gpu, or one of its tests; returns the last lines and the status."""
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:randomly"]
     if dry:
-        test = "test_captured_steps_cuda.py::test_a_failed_capture_is_said_once_and_leaves_no_trace"
+        test = "test_captured_steps_cuda.py::test_a_failed_capture_warns_once_and_leaves_no_trace"
         return _ended([*command, "-p", "cuda_twin", f"tests/gpu/{test}"], 15, FASTGEN_STRICT="1")
     return _ended([*command, "tests/gpu"], 15, FASTGEN_STRICT="1")
 
 
 def sanitize(dry: bool) -> dict[str, Any]:
-    """Runs the n-gram kernels under memcheck; returns the last lines and the status, None where the tool is missing."""
+    """Runs the n-gram kernels under memcheck; returns the last lines and the status, None if the tool is missing."""
     if not shutil.which(SANITIZER[0]):
         return {"status": None, "end": [f"{SANITIZER[0]} is not on the PATH"]}
     command = [*SANITIZER, sys.executable, "tests/gpu/sanitize_no_repeat_ngram.py"]

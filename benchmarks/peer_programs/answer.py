@@ -1,17 +1,17 @@
-"""The peer's side: a program in an environment of its own that loads a model, and generates whenever it is asked to.
+"""The peer's side: a program in an environment of its own that loads a model, and generates on each request.
 
     python run_NAME.py FOLDER DTYPE THREADS
 
-FOLDER holds what peers.py has written: the model in `model`, as `save_pretrained` writes it, `inputs.pt`, and
+FOLDER comes from peers.py and holds the model in `model`, as `save_pretrained` writes it, `inputs.pt`, and
 `arguments.json`, those of `generate`. A program answers in lines of JSON on its standard output:
 
 | when | answer |
 |---|---|
 | the model is loaded | `{"ready": true, "versions": {name: version}}` |
 | it cannot do the work | `{"reason": "…"}`, and it ends |
-| asked, by a line on standard input | `{"seconds": 1.23, "tokens": [[…], …]}`: new tokens of each row |
+| a line arrives on standard input | `{"seconds": 1.23, "tokens": [[…], …]}`: new tokens of each row |
 
-What libraries print goes to standard error.
+Output of libraries goes to standard error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DEFAULTS = {"num_beams": 1, "num_return_sequences": 1, "no_repeat_ngram_size": 0
 
 @dataclass(frozen=True)
 class Task:
-    """What to generate. model: its folder; arguments: of `generate`, an eos_token_id of None forces the length."""
+    """The work of a peer. model: a folder; arguments: of `generate`; an eos_token_id of None forces the length."""
 
     folder: Path
     model: Path
@@ -52,7 +52,7 @@ class Task:
         return [row[mask].tolist() for row, mask in zip(input_ids, masks)]
 
     def common_length(self) -> int:
-        """Returns how many tokens all prompts begin with; at least the last token of each is none of these."""
+        """Returns the number of tokens that all prompts begin with, at most all but the last token of each."""
         prompts = self.prompts()
         columns = zip(*(prompt[:-1] for prompt in prompts))
         return sum(1 for _ in takewhile(lambda column: len({*column}) == 1, columns)) if len(prompts) > 1 else 0
@@ -70,12 +70,12 @@ def read_task(argv: list[str]) -> Task:
 
 
 def answer(load: Callable[[Task], Call], *packages: str) -> None:
-    """Runs this program. load: makes the call that generates; packages: whose versions are told."""
+    """Runs this program. load: returns the call that generates; packages: whose versions are reported."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
-    def tell(**told: Any) -> None:
-        answers.write(json.dumps(told) + "\n")
+    def tell(**fields: Any) -> None:
+        answers.write(json.dumps(fields) + "\n")
         answers.flush()
 
     task = read_task(sys.argv)

@@ -12,7 +12,7 @@ NO_TIMESTAMPS = 50363  # of the Whisper of calls.py
 
 
 class Names:
-    """What the converter asks a tokenizer for."""
+    """A stand-in for the tokenizer that the converter needs."""
 
     def __init__(self, task: Task) -> None:
         config = AutoConfig.from_pretrained(task.model)
@@ -35,7 +35,7 @@ class Names:
 
 
 class Converter(TransformersConverter):
-    """For a model without a tokenizer."""
+    """A converter of models without a tokenizer."""
 
     def __init__(self, task: Task, names: Names) -> None:
         super().__init__(str(task.model))
@@ -43,7 +43,7 @@ class Converter(TransformersConverter):
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         model = super().load_model(*args, **kwargs)
-        vars(model.config).setdefault("normalize_before", False)  # asked for, and in published BARTs' files only
+        vars(model.config).setdefault("normalize_before", False)  # as files of published BARTs say
         return model
 
     def load_tokenizer(self, *args: Any, **kwargs: Any) -> Names:

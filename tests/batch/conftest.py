@@ -1,18 +1,13 @@
-"""Tiny models as folders, made once for all tests of the batch library; no test changes one."""
+"""Folders of tiny models, saved once for all tests of the batch library; no test changes them."""
 
 import pytest
 from cli_language_models import save_whisper
-from cli_models import save_bart, save_gpt2
+from cli_models import save_gpt2
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread(one_thread):
-    """The models are small."""
-
-
-@pytest.fixture(scope="session")
-def bart(tmp_path_factory):
-    return save_bart(tmp_path_factory.mktemp("models") / "bart")
+    """Uses one thread, because the models are small."""
 
 
 @pytest.fixture(scope="session")

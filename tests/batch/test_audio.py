@@ -1,4 +1,4 @@
-"""Paths of audio files become the features that a plain loop gives; a bad file is its line's error only."""
+"""Audio files become the features of a plain loop; a bad file is an error of its line only."""
 
 import json
 import struct
@@ -30,13 +30,13 @@ EXTRACTORS = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Paths are relative to the current folder."""
+    """A temporary folder, which is the current one."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def sound(seconds: float, rate: int = RATE, channels: int = 1, seed: int = 0) -> np.ndarray:
-    """Two tones and noise, other ones in every channel."""
+    """Returns two tones and noise, different in every channel."""
     draw = np.random.default_rng(seed)
     time = np.arange(int(seconds * rate))[:, None] / rate
     tones = sum(np.sin(2 * np.pi * draw.uniform(100, 4000, channels) * time) for _ in range(2))
@@ -59,16 +59,16 @@ def batch(prepared: list[Item], extractor: str) -> dict[str, torch.Tensor]:
 
 
 def plain(sounds: list[np.ndarray], extractor: str) -> dict[str, torch.Tensor]:
-    """One call of the feature extractor for the whole batch, as its documentation has it."""
+    """Calls the feature extractor once for the whole batch, as its documentation does."""
     padding = {} if extractor == "whisper" else {"padding": True}
     return dict(EXTRACTORS[extractor](sounds, sampling_rate=RATE, return_tensors="pt", **padding))
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal(output: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert output.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
+        assert output[name].dtype == tensor.dtype
+        assert torch.equal(output[name], tensor), name
 
 
 @pytest.mark.parametrize("extractor", EXTRACTORS)
@@ -79,7 +79,7 @@ def test_features_and_batches_are_those_of_a_plain_loop(extractor):
     assert_equal(batch(prepare(files, extractor), extractor), expected)
     records = [json.dumps({"id": number, "path": file}) for number, file in enumerate(files)]
     assert_equal(batch(prepare(records, extractor, RECORDS), extractor), expected)
-    # Arrays have no batch dimension, and each the length of its own sound.
+    # Arrays have no batch dimension, and each has the length of its sound.
     shapes = [each.arrays[EXTRACTORS[extractor].model_input_names[0]].shape for each in prepare(files, extractor)]
     assert len(set(shapes)) == (1 if extractor == "whisper" else 3)
 
@@ -94,21 +94,21 @@ def test_channels_are_averaged_and_rates_converted(ending):
 
 
 @pytest.mark.parametrize("rate", [RATE, 44100])
-def test_sound_that_is_longer_than_the_model_hears_is_never_cut(rate):
+def test_sound_longer_than_the_models_window_is_refused(rate):
     extractor = EXTRACTORS["whisper"]
     most = extractor.chunk_length * rate
     just = save("just.wav", np.zeros(most, np.float32) + sound(1)[0], rate)
     longer = save("longer.wav", np.zeros(most + 1, np.float32), rate)
     long = save("long.wav", np.zeros(most + 10 * rate, np.float32), rate)
-    found = prepare([just, longer, long])
-    assert found[0].arrays["input_features"].shape == (80, 3000)
-    assert found[1].error == f"longer.wav: lasts {30 + 1 / rate:g} s, and MODEL hears 30 s (accepted: up to 30 s)"
-    assert found[2].error == "long.wav: lasts 40 s, and MODEL hears 30 s (accepted: up to 30 s)"
-    assert found[2].arrays is None
+    items = prepare([just, longer, long])
+    assert items[0].arrays["input_features"].shape == (80, 3000)
+    assert items[1].error == f"longer.wav: lasts {30 + 1 / rate:g} s, and MODEL hears 30 s (accepted: up to 30 s)"
+    assert items[2].error == "long.wav: lasts 40 s, and MODEL hears 30 s (accepted: up to 30 s)"
+    assert items[2].arrays is None
     assert prepare([save("long.wav", sound(40, rate), rate)], "speech2text")[0].error is None
 
 
-def test_unusable_files_are_their_lines_errors(folder):
+def test_an_unusable_file_fails_its_line_only(folder):
     good = save("good.wav", sound(1))
     (folder / "text.wav").write_text("hello")
     (folder / "nothing.wav").write_bytes(b"")
@@ -142,44 +142,44 @@ def test_unusable_files_are_their_lines_errors(folder):
     }
     lines = [f'{{"path": "{path}"}}' for path in [good, *errors, good]]
     first, *bad, last = prepare(lines, args=RECORDS)
-    for path, found in zip(errors, bad, strict=True):
+    for path, item in zip(errors, bad, strict=True):
         name = " ".join(json.loads(f'"{path}"').splitlines())
-        assert found.error.startswith(f"{name}: ") and errors[path] in found.error, found.error
-        assert "\n" not in found.error
+        assert item.error.startswith(f"{name}: ") and errors[path] in item.error, item.error
+        assert "\n" not in item.error
     assert np.array_equal(first.arrays["input_features"], last.arrays["input_features"])
     assert all(each.arrays is None and each.error is None for each in prepare(["", " "]))
     assert prepare(['{"file": "good.wav"}'], args=RECORDS)[0].error.startswith('has no field "path"')
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the feature extractor, about means of nothing
-def test_sound_without_features_is_its_lines_error():
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # from the feature extractor, about means of nothing
+def test_sound_without_features_fails_its_line_only():
     silent = save("silent.wav", np.zeros(RATE, np.float32))
     short = save("short.wav", sound(0.02))
     shorter = save("shorter.wav", sound(0.001))
-    found = prepare([silent, short, shorter, save("good.wav", sound(1))], "speech2text")
-    assert found[0].error.startswith("silent.wav: gives features that are not finite numbers")
-    assert found[1].error == "short.wav: is too short (0.02 s)"
-    assert found[2].error == "shorter.wav: cannot be read (ValueError: negative dimensions are not allowed)"
-    assert found[3].error is None
+    items = prepare([silent, short, shorter, save("good.wav", sound(1))], "speech2text")
+    assert items[0].error.startswith("silent.wav: gives features that are not finite numbers")
+    assert items[1].error == "short.wav: is too short (0.02 s)"
+    assert items[2].error == "shorter.wav: cannot be read (ValueError: negative dimensions are not allowed)"
+    assert items[3].error is None
     assert prepare([silent])[0].error is None  # Whisper hears silence
 
 
 def test_a_stream_of_unknown_length_is_read_to_its_end(folder):
     whole = bytearray(Path(save("whole.wav", sound(2))).read_bytes())
     size = whole.find(b"data") + 4
-    whole[size : size + 4] = struct.pack("<I", 0xFFFFFFFF)  # as programs write it that cannot go back
+    whole[size : size + 4] = struct.pack("<I", 0xFFFFFFFF)  # as streaming programs write it
     (folder / "stream.wav").write_bytes(whole)
     stream, plainly = prepare(["stream.wav", "whole.wav"])
     assert np.array_equal(stream.arrays["input_features"], plainly.arrays["input_features"])
 
 
 def id3(size: int) -> bytes:
-    """A tag, as taggers and phone recorders write one before a sound."""
+    """Returns a tag, as taggers and phone recorders write before a sound."""
     return b"ID3\x03\0\0" + bytes(size >> shift & 127 for shift in (21, 14, 7, 0)) + b"\0" * size
 
 
 @pytest.mark.parametrize("ending", ["wav", "aiff", "au", "flac", "mp3"])
-def test_a_sound_behind_a_tag_is_read_whole(folder, ending):
+def test_a_sound_after_a_tag_is_read_whole(folder, ending):
     whole = Path(save(f"whole.{ending}", sound(2))).read_bytes()
     (folder / f"tagged.{ending}").write_bytes(id3(64_000) + whole)
     tagged, plainly = prepare([f"tagged.{ending}", f"whole.{ending}"])
@@ -196,9 +196,9 @@ def test_an_mp3_may_begin_in_the_middle_of_a_frame(folder, caplog):
     (folder / "middle.mp3").write_bytes(whole[777:])
     expected, _ = soundfile.read("middle.mp3", dtype="float32")
     assert len(expected) > 3.9 * RATE
-    [found] = prepare(["middle.mp3"])
+    [item] = prepare(["middle.mp3"])
     [features] = plain([expected], "whisper")["input_features"]
-    np.testing.assert_allclose(found.arrays["input_features"], features, atol=1e-4)
+    np.testing.assert_allclose(item.arrays["input_features"], features, atol=1e-4)
     [said] = caplog.messages
     assert said.startswith("middle.mp3: its header has no length; libsndfile estimates 4.")
     caplog.clear()
@@ -211,17 +211,17 @@ def test_an_mp3_may_begin_in_the_middle_of_a_frame(folder, caplog):
 def test_a_flac_without_a_length_is_named(folder):
     whole = bytearray(Path(save("whole.flac", sound(1))).read_bytes())
     whole[21] &= 0xF0
-    whole[22:26] = bytes(4)  # 36 bits, as encoders write them that cannot go back
+    whole[22:26] = bytes(4)  # 36 bits, as streaming encoders write them
     (folder / "stream.flac").write_bytes(whole)
     for extractor in ("whisper", "wav2vec2"):
-        [found] = prepare(["stream.flac"], extractor)
-        assert found.error.startswith("stream.flac: has no length in its header")
+        [item] = prepare(["stream.flac"], extractor)
+        assert item.error.startswith("stream.flac: has no length in its header")
 
 
 def test_threads_may_share_a_feature_extractor():
     files = [save(f"{number}.wav", sound(0.2 + 0.1 * number)) for number in range(8)]
     expected = prepare(files)
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda file: prepare([file])[0], files))
-    for one, other in zip(found, expected, strict=True):
-        assert np.array_equal(one.arrays["input_features"], other.arrays["input_features"])
+        items = list(threads.map(lambda file: prepare([file])[0], files))
+    for item, other in zip(items, expected, strict=True):
+        assert np.array_equal(item.arrays["input_features"], other.arrays["input_features"])

@@ -1,4 +1,4 @@
-"""Whatever the user gets wrong is one line that names it, status 2, and nothing written."""
+"""Any mistake of a user is named in one line with status 2, and nothing is written."""
 
 import json
 import os
@@ -54,9 +54,9 @@ def files(tmp_path):
 
 
 def check_refused(capsys: pytest.CaptureFixture, folder: Path, command: list[str], *named: str) -> None:
-    """The command ends with status 2 and one line that holds all of `named`, and leaves `folder` as it was.
+    """Asserts status 2, one line that holds all of `named`, and an unchanged `folder`.
 
-    Before the line stands what is being loaded, where the mistake is found by loading it.
+    If loading reveals the mistake, a line before it says what is being loaded.
     """
     before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
     capsys.readouterr()
@@ -98,7 +98,7 @@ BAD_FILES = [
 
 
 @pytest.mark.parametrize(("source", "output", "flags", "named"), [(a, b, c, named) for a, b, c, *named in BAD_FILES])
-def test_bad_files_are_refused_before_the_model_is_looked_for(capsys, monkeypatch, files, source, output, flags, named):
+def test_bad_files_are_refused_before_the_model_is_loaded(capsys, monkeypatch, files, source, output, flags, named):
     monkeypatch.chdir(files)
     check_refused(capsys, files, ["/no/such/model", source, output, *flags.split()], *named)
 

@@ -1,4 +1,4 @@
-"""Without --bs and --batch_tokens a batch is as large as gains, and as the machine's memory allows."""
+"""Without --bs and --batch_tokens, batches are as large as is worthwhile and as memory allows."""
 
 import os
 from pathlib import Path
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def chosen(folder: Path, *flags: object) -> tuple[int | None, int | None]:
-    """--bs and --batch_tokens."""
+    """Returns the chosen --bs and --batch_tokens."""
     task = task_for(parse_arguments([str(folder), "in", "out", *map(str, flags)]))
     task.load()
     return task.args.bs, task.args.batch_tokens
@@ -38,11 +38,11 @@ def chosen(folder: Path, *flags: object) -> tuple[int | None, int | None]:
         (("--batch_tokens", 99), None, 99),
     ],
 )
-def test_a_small_model_has_the_batches_that_gain(bart, flags, inputs, tokens):
+def test_a_small_model_has_the_largest_worthwhile_batches(bart, flags, inputs, tokens):
     assert chosen(bart, *flags) == (inputs, tokens)
 
 
-def test_memory_limits_batches_whatever_is_free_in_it(bart, monkeypatch):
+def test_total_memory_limits_batches_and_free_memory_does_not(bart, monkeypatch):
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(bart)
     weights = 4 * sum(weight.numel() for weight in model.parameters())
     token = 2 * 16 * 4  # one layer of keys and values
@@ -69,7 +69,7 @@ def test_a_run_is_resumed_with_its_batches_on_any_machine(tmp_path, bart, monkey
     assert "--bs was 256, is 9" in capsys.readouterr().err
 
 
-def test_sounds_have_no_tokens(whisper):
+def test_sounds_have_no_limit_of_tokens(whisper):
     assert chosen(whisper, "--task", "automatic-speech-recognition") == (8, None)
 
 
@@ -87,7 +87,7 @@ def test_the_bytes_of_a_token_are_those_in_the_cache(tmp_path, save, dtype):
 
 
 @pytest.mark.parametrize("mapping", [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES])
-def test_every_architecture_has_a_number(mapping):
+def test_every_architecture_has_a_size_of_tokens(mapping):
     for name in mapping:
         try:
             config = transformers.AutoConfig.for_model(name)
@@ -96,7 +96,7 @@ def test_every_architecture_has_a_number(mapping):
         assert key_value_bytes(config.get_text_config(decoder=True), torch.float32) > 0, name
 
 
-def test_a_container_has_the_memory_that_it_is_given(tmp_path, monkeypatch):
+def test_a_container_has_the_memory_of_its_limit(tmp_path, monkeypatch):
     machine = total_memory(CPU)
     assert machine > 1 << 28
     (tmp_path / "max").write_text("max\n")

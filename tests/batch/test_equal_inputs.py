@@ -1,4 +1,4 @@
-"""Inputs that are equal are generated once in a run, and each line has the record that it would have alone."""
+"""Equal inputs are generated once in a run, and each line has the record that it would have alone."""
 
 import json
 from typing import Any
@@ -23,7 +23,7 @@ BEAMS = ("--bs", 2, "--beam", 2)
 
 @pytest.fixture
 def rows(monkeypatch):
-    """How many inputs each batch has."""
+    """Records the number of inputs of each batch."""
     counts: list[int] = []
     original = Task.generate
 
@@ -67,7 +67,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("flags", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("batches", (5, 18))
-def test_a_resumed_run_copies_what_the_first_wrote(tmp_path, bart, rows, flags, batches):
+def test_a_resumed_run_copies_records_of_the_first(tmp_path, bart, rows, flags, batches):
     whole = generate(tmp_path, bart, REPEATED, *BEAMS, *flags)
     in_whole = list(rows)
     rows.clear()
@@ -76,7 +76,7 @@ def test_a_resumed_run_copies_what_the_first_wrote(tmp_path, bart, rows, flags, 
         assert command(bart, source, output, *BEAMS, *flags) == 130
     assert command(bart, source, output, *BEAMS, *flags, "--resume") == 0
     assert output.read_text().splitlines() == whole
-    assert rows == in_whole  # the same batches, whatever they copy
+    assert rows == in_whole  # the same batches, with any copies
 
 
 def test_copies_wait_for_a_batch_that_arrives_later():

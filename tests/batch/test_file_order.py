@@ -1,4 +1,4 @@
-"""Batches keep the order of the file where sorting lines by length would change an output, and only there."""
+"""Batches keep the order of the file only if sorting lines by length would change an output."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from cli_models import WORDS, save_bart, save_gpt2, save_t5, sentences, small
-from parity import tiny
+from tiny_models import tiny
 
 import fastgen
 from fastgen.batch import settings
@@ -32,7 +32,7 @@ def models(tmp_path_factory):
 
 
 def save_decoder(folder: Path, tokenizer: Path) -> None:
-    """BART's decoder alone, which numbers its positions from the first column on."""
+    """Saves BART's decoder, which numbers its positions from the first column."""
     torch.manual_seed(0)
     sizes = {**small(16), "vocab_size": 64, "max_position_embeddings": 64}
     config = transformers.BartConfig(**sizes, is_encoder_decoder=False, forced_eos_token_id=None)
@@ -41,15 +41,15 @@ def save_decoder(folder: Path, tokenizer: Path) -> None:
 
 
 def load(models: Path, model: str, flags: str) -> tuple[Loaded, list[str]]:
-    """The model with what generate gets, and the reasons."""
+    """Returns the model with its settings, and the reasons for file order."""
     task = task_for(parse_arguments([str(models / model), "input", "output", *flags.split()]))
     task.load()
     return task.loaded, task.reasons_to_keep_file_order()
 
 
 def outputs(loaded: Loaded, order: list[int]) -> list[list[int]]:
-    """Token ids for each of LINES, by the unpatched library in batches of four lines in this order."""
-    found: list[list[int]] = [[] for _ in LINES]
+    """Returns the tokens of the unpatched library for all LINES, in batches of four in this order."""
+    tokens: list[list[int]] = [[] for _ in LINES]
     end = loaded.value("eos_token_id")
     torch.manual_seed(0)
     with fastgen.disabled():
@@ -61,12 +61,12 @@ def outputs(loaded: Loaded, order: list[int]) -> list[list[int]]:
             skipped = batch["input_ids"].shape[1] if loaded.args.causal_lm else 1
             for row, ids in zip(rows, sequences, strict=True):
                 ids = [*ids[skipped:], end]
-                found[row] = ids[: ids.index(end)]
-    return found
+                tokens[row] = ids[: ids.index(end)]
+    return tokens
 
 
 def differ(loaded: Loaded) -> int:
-    """How many outputs are others when lines are sorted by length."""
+    """Returns how many outputs change if lines are sorted by length."""
     in_file_order = outputs(loaded, list(range(len(LINES))))
     by_length = sorted(range(len(LINES)), key=lambda row: len(LINES[row].split()))
     return sum(a != b for a, b in zip(in_file_order, outputs(loaded, by_length), strict=True))
@@ -92,7 +92,7 @@ INDEPENDENT = [
 
 
 @pytest.mark.parametrize(("model", "flags"), INDEPENDENT)
-def test_there_is_no_reason_where_no_output_depends_on_its_batch(models, model, flags):
+def test_without_outputs_that_depend_on_batches_no_reason_exists(models, model, flags):
     loaded, reasons = load(models, model, flags)
     assert (reasons, differ(loaded)) == ([], 0)
 
@@ -131,10 +131,10 @@ DEPENDENT = [
 
 
 @pytest.mark.parametrize(("model", "flags", "reason"), DEPENDENT)
-def test_each_reason_is_one(models, model, flags, reason):
+def test_each_reason_changes_an_output(models, model, flags, reason):
     loaded, reasons = load(models, model, flags)
     assert reasons == [reason]
-    if "max_time" not in flags and "token_healing" not in flags:  # time, and prompts that are not those of `outputs`
+    if "max_time" not in flags and "token_healing" not in flags:  # other prompts than those of `outputs`
         assert differ(loaded) > 0
 
 
@@ -148,7 +148,7 @@ def test_each_reason_is_one(models, model, flags, reason):
         ("nllb-moe", {"moe_eval_capacity_token_fraction": 1.0}, []),
     ],
 )
-def test_models_whose_rows_share_attention_or_experts(kind, config, reasons):
+def test_rows_that_share_attention_or_experts_are_a_reason(kind, config, reasons):
     config = transformers.AutoConfig.for_model(kind, **config)
     model = SimpleNamespace(config=config, generation_config=transformers.GenerationConfig())
     assert settings.reasons_to_keep_file_order(Loaded(None, model, None)) == reasons
@@ -164,7 +164,7 @@ def test_a_recurrent_state_passes_through_padding():
 def test_the_models_own_settings_and_those_of_a_file_count(models, tmp_path):
     (tmp_path / "settings.json").write_text('{"do_sample": true}')
     flags = f"--generation_config {tmp_path / 'settings.json'}"
-    assert load(models, "bart", flags)[1] == []  # each line has random numbers of its own
+    assert load(models, "bart", flags)[1] == []  # each line has its own random numbers
     flags += " --beam 2"
     assert load(models, "bart", flags)[1] == ["sampling draws all random numbers of a batch in a row"]
     assert load(models, "bart", flags + " --gen do_sample=false")[1] == []

@@ -1,4 +1,4 @@
-"""INPUT is read as it stands, in little memory, and so is a stream that can be read only once."""
+"""INPUT is read byte for byte in little memory, even from a stream that can be read only once."""
 
 import bz2
 import gzip
@@ -38,7 +38,7 @@ CONTENTS = [
 
 
 def lines_of(data: bytes) -> list[bytes]:
-    """What wc and an editor show as lines."""
+    """Returns the lines that wc and editors show."""
     return data.removesuffix(b"\n").split(b"\n") if data else []
 
 
@@ -48,7 +48,7 @@ def read_all(path: Path, **limits: int) -> list[tuple[int, bytes]]:
 
 @contextmanager
 def fifo(path: Path, *pieces: bytes) -> Iterator[Path]:
-    """A pipe into which a thread writes; what nobody reads is given up."""
+    """A pipe into which a thread writes; the unread rest is dropped."""
     os.mkfifo(path)
 
     def write() -> None:
@@ -82,9 +82,9 @@ def test_a_file_of_lone_crs_is_lines(tmp_path):
     expected = [[b"one", b"two", b"", b"three"], [b"one", b"two"], [b"", b""], None, [b"one\r"], [b"one\rtwo"]]
     for data, lines in zip(CRS, expected, strict=True):
         (tmp_path / "in").write_bytes(data)
-        found = [raw for _, raw in read_all(tmp_path / "in")]
-        assert found == (lines_of(data) if lines is None else lines)
-        assert survey(str(tmp_path / "in")) == Survey(len(found), hashlib.sha256(data).hexdigest())
+        texts = [raw for _, raw in read_all(tmp_path / "in")]
+        assert texts == (lines_of(data) if lines is None else lines)
+        assert survey(str(tmp_path / "in")) == Survey(len(texts), hashlib.sha256(data).hexdigest())
     many = b"\r".join(b"%d" % number for number in range(30_000))
     (tmp_path / "in").write_bytes(many)
     assert [raw for _, raw in read_all(tmp_path / "in")] == many.split(b"\r")
@@ -113,7 +113,7 @@ def test_chunks_are_limited_by_lines_and_by_bytes(tmp_path):
     assert sum(map(len, chunks)) == 100 and max(map(len, chunks)) <= READ_BLOCK // 5000 + 1
 
 
-def test_lines_of_a_slow_stream_are_handed_on_when_they_come(tmp_path):
+def test_lines_of_a_slow_stream_are_passed_on_as_they_arrive(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     writer = os.open(tmp_path / "pipe", os.O_RDWR)
     try:
@@ -126,7 +126,7 @@ def test_lines_of_a_slow_stream_are_handed_on_when_they_come(tmp_path):
         os.close(writer)
 
 
-def test_of_a_long_line_only_the_beginning_is_kept(tmp_path):
+def test_only_the_beginning_of_a_long_line_is_kept(tmp_path):
     data = b"one\n" + b"x" * 50_000_000 + b"\ntwo\n" + b"y" * 300_000 + b"\n" + b"z" * 300_001
     (tmp_path / "in").write_bytes(data)
     tracemalloc.start()
@@ -151,13 +151,13 @@ def test_memory_stays_flat_on_a_stream_of_any_size(tmp_path):
     assert lines == 100_000 and peak < 2 << 20
     (tmp_path / "in").write_bytes(block * 100)
     tracemalloc.start()
-    found = survey(str(tmp_path / "in"))
+    surveyed = survey(str(tmp_path / "in"))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert found.lines == 100_000 and peak < 4 << 20
+    assert surveyed.lines == 100_000 and peak < 4 << 20
 
 
-def test_what_cannot_be_read_is_named(tmp_path):
+def test_an_unreadable_input_is_named(tmp_path):
     for name, message in (("none", "there is no such file"), ("", "Is a directory")):
         path = str(tmp_path / name)
         assert not is_stream(path)
@@ -194,7 +194,7 @@ def test_references_can_be_a_field_of_records(tmp_path):
 
 
 @pytest.mark.parametrize(("end", "module", "kind"), [("gz", gzip, "gzip"), ("xz", lzma, "xz"), ("bz2", bz2, "bz2")])
-def test_compressed_files_and_urls_have_their_contents_lines(tmp_path, end, module, kind):
+def test_compressed_files_and_urls_are_read_as_their_contents(tmp_path, end, module, kind):
     plain, packed = tmp_path / "in", tmp_path / f"in.{end}"
     for data in CONTENTS:
         plain.write_bytes(data)
@@ -231,12 +231,12 @@ def test_a_closed_standard_input_is_named():
 
 
 def reading(code: str) -> subprocess.Popen:
-    """A process with what READ_STDIN defines, whose streams are pipes."""
+    """Starts a process with the definitions of READ_STDIN, whose streams are pipes."""
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     return subprocess.Popen([sys.executable, "-c", READ_STDIN + code], env=environment, stdin=-1, stdout=-1, stderr=-1)
 
 
-def test_a_program_ends_while_a_thread_waits_for_standard_input():
+def test_a_process_ends_while_a_thread_waits_for_standard_input():
     with reading("threading.Thread(target=read, daemon=True).start()\ncame.wait()\ntime.sleep(0.5)\n") as run:
         run.stdin.write(b"one\ntw")
         run.stdin.flush()
@@ -244,11 +244,11 @@ def test_a_program_ends_while_a_thread_waits_for_standard_input():
         assert run.stdout.read() == b"b'one'\n" and run.stderr.read() == b""
 
 
-def test_a_pipe_that_is_set_to_non_blocking_is_waited_for():
-    """Reading nothing from it is not its end."""
+def test_a_non_blocking_pipe_is_waited_for():
+    """An empty read is not the end of it."""
     with reading("import os\nos.set_blocking(0, False)\nprint('reads', flush=True)\nread()\n") as run:
         assert run.stdout.readline() == b"reads\n"
-        time.sleep(0.5)  # so that it has read nothing once
+        time.sleep(0.5)  # so that one read was empty
         run.stdin.write(b"one\n")
         run.stdin.close()
         assert run.stdout.read() == b"b'one'\n"

@@ -1,6 +1,4 @@
-"""Inputs that begin alike: they meet in batches, and what they begin with is kept from batch to batch."""
-
-from __future__ import annotations
+"""Inputs that begin alike meet in batches, and their common head is kept from batch to batch."""
 
 import random
 from typing import Any
@@ -25,7 +23,7 @@ MIXED = [f"{OTHER if number % 2 else SYSTEM} {line}" for number, line in enumera
 
 @pytest.fixture
 def filled(monkeypatch):
-    """How many tokens of each call were kept."""
+    """Counts the tokens that each call reuses."""
     lengths: list[int] = []
     real = prefixes.fill_sync
 
@@ -38,7 +36,7 @@ def filled(monkeypatch):
 
 
 def items(*beginnings: tuple[int, int], seed: int = 0) -> list[Item]:
-    """For each pair so many equal tokens of that value, then some others."""
+    """Returns an item for each pair: that number of tokens of one value, then some others."""
     draw = np.random.default_rng(seed)
     rows = [np.r_[np.full(length, value), draw.integers(100, 999, 1 + number)] for number, (value, length) in
             enumerate(beginnings)]  # fmt: skip
@@ -50,10 +48,10 @@ def test_a_head_is_rounded_down(common, head):
     assert common_head(items(*[(7, common)] * 3)) == head
 
 
-def test_a_token_of_each_input_stays_behind_the_head():
-    found = items((7, 60), (7, 60))
-    found[1].arrays = {"input_ids": np.full(40, 7)}
-    assert common_head(found) == 32  # not 40
+def test_the_head_leaves_a_token_of_each_input():
+    inputs = items((7, 60), (7, 60))
+    inputs[1].arrays = {"input_ids": np.full(40, 7)}
+    assert common_head(inputs) == 32  # not 40
     assert common_head([]) == 0
 
 
@@ -61,54 +59,40 @@ def test_inputs_that_begin_alike_share_batches_if_they_fill_one():
     planner = Planner(4, None, 99, by_head=True)
     beginnings = [(7, 40), (8, 64)] * 5 + [(9, 50)] * 3 + [(1, 3)] * 2
     batches = [*planner(items(*beginnings))]
-    found = [({int(item.arrays["input_ids"][0]) for item in batch.items}, batch.head) for batch in batches]
-    assert found == [({7}, 40), ({7}, 40), ({8}, 62), ({8}, 62), ({1, 9}, 0), ({1}, 0)]
+    heads = [({int(item.arrays["input_ids"][0]) for item in batch.items}, batch.head) for batch in batches]
+    assert heads == [({7}, 40), ({7}, 40), ({8}, 62), ({8}, 62), ({1, 9}, 0), ({1}, 0)]
     assert [batch.number for batch in batches] == list(range(6))
     assert [batch.ends_window for batch in batches] == [False] * 5 + [True]
 
 
-def test_without_heads_batches_are_sorted_by_length_alone():
-    planner = Planner(4, None, 99)
-    batches = [*planner(items(*[(7, 40), (8, 64)] * 5))]
-    assert [batch.head for batch in batches] == [0] * 3
-    assert [item.length for batch in batches for item in batch.items] == sorted(
-        [item.length for batch in batches for item in batch.items], reverse=True
-    )
-
-
-def test_in_the_order_of_input_a_head_is_that_of_two_batches():
+def test_in_file_order_a_head_is_common_to_two_batches():
     planner = Planner(2, None, 99, sorts=False, by_head=True)
     batches = [*planner(items(*[(7, 40)] * 4, *[(8, 64)] * 4))]
     assert [batch.head for batch in batches] == [40, 40, 0, 62]
 
 
-@pytest.mark.parametrize("beams", (1, 3))
-def test_outputs_are_those_of_a_plain_loop_and_heads_are_kept(tmp_path, gpt2, filled, beams):
-    expected = plain_loop(gpt2, LINES, 5, causal_lm=True, num_beams=beams, max_new_tokens=6)
-    flags = ("--causal_lm", "--bs", 5, "--beam", beams, "--max_new_tokens", 6)
-    assert generate(tmp_path, gpt2, LINES, *flags) == expected
-    assert filled == [0, 40, 40, 40, 40]
-
-
-def test_a_prefix_of_all_lines_is_kept(tmp_path, gpt2, filled):
-    lines = sentences(22, longest=9)
-    expected = plain_loop(gpt2, LINES, 5, causal_lm=True, max_new_tokens=6)
-    flags = ("--causal_lm", "--bs", 5, "--max_new_tokens", 6, "--prefix", f"{SYSTEM} ")
-    assert generate(tmp_path, gpt2, lines, *flags) == expected
-    assert filled == [0, 40, 40, 40, 40]
-
-
-def test_two_alternating_beginnings_are_kept_in_turn(tmp_path, gpt2, filled):
-    expected = plain_loop(gpt2, MIXED, 6, causal_lm=True, max_new_tokens=6)
-    assert generate(tmp_path, gpt2, MIXED, "--causal_lm", "--bs", 6, "--max_new_tokens", 6) == expected
-    assert filled == [0, 40, 0, 40]
+@pytest.mark.parametrize(
+    ("lines", "prefix", "rows", "beams", "heads"),
+    [
+        (LINES, "", 5, 1, [0, 40, 40, 40, 40]),
+        (LINES, "", 5, 3, [0, 40, 40, 40, 40]),
+        (LINES, f"{SYSTEM} ", 5, 1, [0, 40, 40, 40, 40]),
+        (MIXED, "", 6, 1, [0, 40, 0, 40]),
+    ],
+    ids=("greedy", "beams", "prefix", "alternating"),
+)
+def test_outputs_with_kept_heads_are_those_of_a_plain_loop(tmp_path, gpt2, filled, lines, prefix, rows, beams, heads):
+    expected = plain_loop(gpt2, lines, rows, causal_lm=True, num_beams=beams, max_new_tokens=6)
+    flags = ("--causal_lm", "--bs", rows, "--beam", beams, "--max_new_tokens", 6, "--prefix", prefix)
+    assert generate(tmp_path, gpt2, [line.removeprefix(prefix) for line in lines], *flags) == expected
+    assert filled == heads
 
 
 @pytest.mark.parametrize(
     ("lines", "sampling", "batches"),
     [(LINES, (), 1), (LINES, (), 4), (MIXED, (), 2), (MIXED, ("--do_sample", "--seed", "3"), 2)],
 )
-def test_resumed_scores_are_equal_whatever_head_was_kept(tmp_path, gpt2, lines, sampling, batches):
+def test_resumed_scores_do_not_depend_on_kept_heads(tmp_path, gpt2, lines, sampling, batches):
     source, whole, output = write_lines(tmp_path / "in", lines), tmp_path / "whole", tmp_path / "out"
     flags = ("--causal_lm", "--bs", 4, "--beam", 2, "--max_new_tokens", 6, "--output_format", "jsonl", *sampling)
     assert command(gpt2, source, whole, *flags) == 0
@@ -118,7 +102,7 @@ def test_resumed_scores_are_equal_whatever_head_was_kept(tmp_path, gpt2, lines, 
     assert output.read_bytes() == whole.read_bytes() and b'"score": ' in whole.read_bytes()
 
 
-def test_weights_that_change_between_two_lists_are_seen(gpt2, filled):
+def test_weights_changed_between_two_lists_are_used(gpt2, filled):
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(gpt2)

@@ -1,4 +1,4 @@
-"""OUTPUT.part is a journal: whatever ends a run, --resume completes OUTPUT as if nothing had happened."""
+"""OUTPUT.part is a journal: however a run ends, --resume completes the same OUTPUT."""
 
 import errno
 import gzip
@@ -48,7 +48,7 @@ def begin(path: Path | str, signature: dict = SIGNATURE, resume: bool = False, o
 
 
 def left(path: Path, *batches: list[int], failed: int | None = None) -> Path:
-    """The journal of a run that ended with these batches."""
+    """Returns the journal of a run that ended after these batches."""
     journal = begin(path)
     for numbers in batches:
         journal.write([entry(number, number == failed) for number in numbers])
@@ -72,7 +72,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_output_appears_in_order_and_nothing_else_stays(tmp_path):
+def test_output_appears_in_order_and_other_files_are_removed(tmp_path):
     journal = begin(tmp_path / "out")
     journal.write([entry(3), entry(1)])
     assert names(tmp_path) == ["out.part", "out.part.lock"]
@@ -81,11 +81,11 @@ def test_output_appears_in_order_and_nothing_else_stays(tmp_path):
     journal.complete()
     journal.leave()
     assert names(tmp_path) == ["out", "out.run.json"] and (tmp_path / "out").read_bytes() == text(3)
-    made = json.loads((tmp_path / "out.run.json").read_text())
-    assert (made["signature"], made["records"], made["failures"]) == (SIGNATURE, 3, 1)
+    summary = json.loads((tmp_path / "out.run.json").read_text())
+    assert (summary["signature"], summary["records"], summary["failures"]) == (SIGNATURE, 3, 1)
 
 
-def test_what_was_written_is_known_and_no_records_leave_nothing(tmp_path):
+def test_written_lines_are_known_and_empty_journals_are_removed(tmp_path):
     left(tmp_path / "out", [4, 1], [2], failed=2)
     journal = begin(tmp_path / "out", resume=True)
     assert (journal.records, journal.failures) == (3, 1)
@@ -98,7 +98,7 @@ def test_what_was_written_is_known_and_no_records_leave_nothing(tmp_path):
     assert names(tmp_path) == ["out", "out.run.json"]
 
 
-def test_an_output_is_replaced_when_complete_and_asked_for(tmp_path):
+def test_overwrite_replaces_an_output_only_when_complete(tmp_path):
     (tmp_path / "out").write_text("mine")
     for resume in (False, True):
         with pytest.raises(InputError, match=r"OUTPUT .*out already exists .*--overwrite"):
@@ -124,7 +124,7 @@ def test_an_output_that_appears_during_a_run_is_not_replaced(tmp_path):
     assert (tmp_path / "out").read_text() == "mine" and (tmp_path / "out.part").exists()
 
 
-def test_a_complete_output_is_known_until_something_changes(tmp_path):
+def test_a_complete_output_is_recognised_until_a_change(tmp_path):
     output = tmp_path / "out"
     complete(output, 2)
     for overwrite in (False, True):
@@ -156,7 +156,7 @@ def test_compressed_outputs_of_equal_records_are_equal(tmp_path, end):
     assert {"gz": gzip, "xz": lzma}[end].decompress(written) == text(3)
 
 
-def test_a_compressor_may_have_write_and_close_only(tmp_path, monkeypatch):
+def test_a_compressor_needs_write_and_close_only(tmp_path, monkeypatch):
     class AsZstandardDoes:
         def __init__(self, file: IO[bytes], mode: str) -> None:
             self.file, self.write, self.close = file, file.write, file.close
@@ -231,7 +231,7 @@ def test_a_journal_of_another_version_is_refused_in_a_line(tmp_path, monkeypatch
     assert "\n" not in str(error.value) and part.read_bytes() == before
 
 
-def test_every_difference_is_named_and_the_journal_stays(tmp_path):
+def test_differences_are_named_and_the_journal_stays(tmp_path):
     part = left(tmp_path / "out", [1])
     before = part.read_bytes()
     now = {"--beam": 5, "--do_sample": True, "--prefix": "to: ", "INPUT's content": "sha256:" + "1" * 64}
@@ -243,7 +243,7 @@ def test_every_difference_is_named_and_the_journal_stays(tmp_path):
     assert part.read_bytes() == before
 
 
-def test_half_a_batch_is_given_up(tmp_path):
+def test_half_a_batch_is_dropped(tmp_path):
     part = left(tmp_path / "out", [1, 2], [3, 4])
     whole = part.read_bytes()
     ends = [place + 1 for place, byte in enumerate(whole) if byte == ord("\n")]
@@ -251,18 +251,18 @@ def test_half_a_batch_is_given_up(tmp_path):
     for size in range(ends[0], len(whole) + 1):
         part.write_bytes(whole[:size])
         journal = begin(tmp_path / "out", resume=True)
-        records, kept = (4, ends[6]) if size == ends[6] else (2, ends[3]) if size >= ends[3] else (0, ends[0])
-        assert (journal.records, part.stat().st_size) == (records, kept), size
+        records, size_left = (4, ends[6]) if size == ends[6] else (2, ends[3]) if size >= ends[3] else (0, ends[0])
+        assert (journal.records, part.stat().st_size) == (records, size_left), size
         journal._close()
         journal.leave()
 
 
-def test_damage_is_found_and_named(tmp_path):
+def test_damage_is_detected_and_named(tmp_path):
     part = left(tmp_path / "out", [1, 2], [3], [4, 5])
     whole = part.read_bytes()
     lines = whole.splitlines(keepends=True)
     draw = random.Random(0)
-    for _ in range(200):  # a byte is another one, in any line that ends
+    for _ in range(200):  # a changed byte in any complete line
         place = draw.randrange(len(whole))
         byte = bytes([whole[place] ^ (1 << draw.randrange(8))])
         if b"\n" in (byte, whole[place : place + 1]):
@@ -270,7 +270,7 @@ def test_damage_is_found_and_named(tmp_path):
         part.write_bytes(whole[:place] + byte + whole[place + 1 :])
         with pytest.raises(InputError, match=r"out\.part is damaged( in its first line|: line \d+ )"):
             begin(tmp_path / "out", resume=True)
-    for number in range(1, 6):  # of a batch that others follow a line is missing
+    for number in range(1, 6):  # a missing line of a batch before the last
         part.write_bytes(b"".join(lines[:number] + lines[number + 1 :]))
         with pytest.raises(InputError, match=r"out\.part is damaged: line \d counts . records of ."):
             begin(tmp_path / "out", resume=True)
@@ -283,7 +283,7 @@ def test_damage_is_found_and_named(tmp_path):
             begin(tmp_path / "out", resume=True)
 
 
-def test_where_output_is_a_link_its_target_is_written(tmp_path):
+def test_a_linked_output_is_written_to_its_target(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "there" / "out")
     left(tmp_path / "link", [1])
@@ -292,7 +292,7 @@ def test_where_output_is_a_link_its_target_is_written(tmp_path):
     assert (tmp_path / "link").is_symlink() and names(tmp_path / "there") == ["out", "out.run.json"]
 
 
-def test_an_output_that_cannot_be_written_is_found_beforehand(tmp_path):
+def test_an_unwritable_output_is_refused_early(tmp_path):
     (tmp_path / "in").write_text("one\n")
     (tmp_path / "in.part").write_text("one\n")
     (tmp_path / "link").symlink_to("in")
@@ -323,8 +323,8 @@ def test_killed_before_any_line_a_run_can_be_resumed(tmp_path):
     assert int(done.stdout) > 100
 
 
-def test_a_journal_that_another_run_writes_is_refused(tmp_path):
-    """Until that run is killed."""
+def test_a_journal_of_a_running_process_is_refused(tmp_path):
+    """It can be resumed as soon as that process is killed."""
     code = (
         "import sys\nfrom fastgen.batch.config import BatchConfig\nfrom fastgen.batch.journal import Entry, Journal\n"
         f"output = Journal(BatchConfig('model', 'in', {str(tmp_path / 'out')!r}))\noutput.begin({SIGNATURE!r})\n"
@@ -343,8 +343,8 @@ def test_a_journal_that_another_run_writes_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("limit", [3000, 20_000])
-def test_a_full_disk_keeps_batches_and_more_room_completes_them(tmp_path, limit):
-    """A limit on the size of files ends a write in its middle, as a full disk does."""
+def test_a_run_on_a_full_disk_resumes_with_more_room(tmp_path, limit):
+    """A limit on the size of files interrupts a write, as a full disk does."""
     code = (
         "import resource, signal\nfrom cli_journal import job\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
@@ -360,7 +360,7 @@ def test_a_full_disk_keeps_batches_and_more_room_completes_them(tmp_path, limit)
     assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
-def test_what_a_full_disk_needs_for_the_order_is_said(tmp_path, monkeypatch):
+def test_the_space_needed_to_order_output_is_named(tmp_path, monkeypatch):
     def full(self: Journal, path: Path, records: None) -> str:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
@@ -375,9 +375,9 @@ def test_what_a_full_disk_needs_for_the_order_is_said(tmp_path, monkeypatch):
     assert (tmp_path / "out").read_bytes() == text(2)
 
 
-# The command in children of a process that has imported everything; every batch takes a moment, and is noted.
+# The command runs in children of a process that has imported everything; every batch takes a moment, and is noted.
 class FailingUploads(MemoryFileSystem):
-    """A file system whose first upload ends in the middle, with an error that is no OSError."""
+    """A file system whose first upload fails halfway, with an error that is no OSError."""
 
     protocol = "failing"
     store: ClassVar[dict] = {}

@@ -1,4 +1,4 @@
-"""A batch that does not fit into memory is halved, and others keep their cut; one input alone fails by itself."""
+"""A batch that does not fit into memory is halved, and others are cut as before; an input too large fails alone."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from fastgen.batch.text import pad_text
 
 
 class SmallMachine:
-    """A task whose model has room for `tokens`; keeps the shapes of what it was given, and gives the line's number."""
+    """A task whose model has room for `tokens`; records the shapes of batches, and returns the line's number."""
 
     def __init__(self, tokens: int, error: Callable[[], Exception] = MemoryError, left: bool = False) -> None:
         self.tokens, self.error, self.left = tokens, error, left
@@ -71,7 +71,7 @@ def test_a_batch_is_halved_to_fit_and_the_size_is_remembered(error, left):
     assert machine.shapes == [(2, 10), (2, 10)]
 
 
-def test_batches_that_fit_keep_their_cut_whatever_did_not():
+def test_batches_that_fit_keep_their_cut_after_a_halved_one():
     machine = SmallMachine(30)
     generate = SplitOnOOM(machine, lambda said: None, seed=None)
     generate(batch_of(machine, [10] * 8))
@@ -79,8 +79,8 @@ def test_batches_that_fit_keep_their_cut_whatever_did_not():
     assert [len(part.items) for part in generate(batch_of(machine, [5] * 6))] == [6]
 
 
-def test_a_part_of_a_batch_has_the_samples_of_its_place():
-    """So a run that goes on, which does not know yet what is too large, draws what the first one drew."""
+def test_a_part_of_a_batch_has_the_samples_of_the_whole():
+    """A resumed run, which does not know yet what is too large, draws the same samples."""
     lengths, drawn = [10] * 8, []
     for before in (True, False):
         machine = SmallMachine(30)
@@ -106,7 +106,7 @@ def test_a_batch_without_items_needs_no_model():
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_a_batch_is_halved_until_what_raises_stands_alone(left):
+def test_a_batch_is_halved_until_the_failing_input_is_alone(left):
     class Poisoned(SmallMachine):
         def generate(self, batch: Batch) -> GeneratedBatch:
             sizes.append(len(batch.items))

@@ -1,4 +1,4 @@
-"""OpenAI's batch format: requests are recognised, what their bodies ask for is applied, responses have its form."""
+"""OpenAI's batch format: requests are recognised, settings in bodies are applied, responses have its form."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def run(chat: Path, folder: Path, requests: list[dict], *flags: str, status: int
 
 
 def plain(chat: Path, words: str, seed: int | None = None, **settings: Any) -> tuple[str, int, int]:
-    """Text, and tokens of prompt and answer, as a user would write it."""
+    """Returns the text, and the tokens of prompt and answer, of a loop as users write it."""
     model = transformers.AutoModelForCausalLM.from_pretrained(chat)
     tokenizer = transformers.AutoTokenizer.from_pretrained(chat)
     inputs = tokenizer(f"user {words} ", return_tensors="pt", add_special_tokens=False)
@@ -55,14 +55,14 @@ def test_requests_are_recognised_and_bodies_are_applied(chat, tmp_path, capsys):
         request("c", "word4 word5 word6", stop=["x"], logprobs=True, user="me"),
         request("d", "word7", max_tokens=5, temperature=0.7, top_p=0.9),
     ]
-    found = run(chat, tmp_path, requests, "--output_format", "openai", "--seed", "5", "--bs", "1")
+    answers = run(chat, tmp_path, requests, "--output_format", "openai", "--seed", "5", "--bs", "1")
     expected = [
         plain(chat, "word1 word2", max_new_tokens=3),
         plain(chat, "word3", max_new_tokens=8),
         plain(chat, "word4 word5 word6"),
         (plain_samples(chat, "user word7 ", [(5, 4, 0)], 5, temperature=0.7, top_p=0.9, top_k=50)[0], 2, 5),
     ]
-    for name, response, (text, prompt, tokens) in zip("abcd", found, expected, strict=True):
+    for name, response, (text, prompt, tokens) in zip("abcd", answers, expected, strict=True):
         assert (response["custom_id"], response["error"], response["response"]["status_code"]) == (name, None, 200)
         body = response["response"]["body"]
         assert (body["object"], body["model"], body["created"]) == ("chat.completion", str(chat), 0)
@@ -71,22 +71,22 @@ def test_requests_are_recognised_and_bodies_are_applied(chat, tmp_path, capsys):
         (choice,) = body["choices"]
         assert choice["message"] == {"role": "assistant", "content": text}
         assert choice["finish_reason"] in ("stop", "length")
-    assert found[0]["response"]["body"]["choices"][0]["finish_reason"] == "length"
+    assert answers[0]["response"]["body"]["choices"][0]["finish_reason"] == "length"
     assert "fields of request bodies were ignored: logprobs, user" in capsys.readouterr().err
 
 
 def test_other_formats_keep_the_fields_of_requests(chat, tmp_path):
     requests = [request("a", "word1 word2"), request("b", "word3")]
-    found = run(chat, tmp_path, requests)
-    assert [{name: record[name] for name in requests[0]} for record in found] == requests
-    assert [record["outputs"][0]["text"] for record in found] == [
+    answers = run(chat, tmp_path, requests)
+    assert [{name: record[name] for name in requests[0]} for record in answers] == requests
+    assert [record["outputs"][0]["text"] for record in answers] == [
         plain(chat, "word1 word2")[0],
         plain(chat, "word3")[0],
     ]
 
 
 def texts(responses: list[dict]) -> list[list[str]]:
-    """The contents of all choices of each response."""
+    """Returns the contents of all choices of each response."""
     return [
         [choice["message"]["content"] for choice in each["response"]["body"]["choices"]]
         for each in responses
@@ -96,7 +96,7 @@ def texts(responses: list[dict]) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def letters(tmp_path_factory):
-    """A model whose tokens are bytes, so that the library can look for stop strings in them."""
+    """A model whose tokens are bytes, in which the library can look for stop strings."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({letter: index for index, letter in enumerate(["</s>", *alphabet])}, []))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -122,9 +122,9 @@ def test_an_answer_ends_before_its_stop_string(letters, tmp_path, as_list):
     assert len(whole) == tokens == 12
     stop = whole[5:7]
     requests = [request("a", "ab", stop=[stop, "\n"] if as_list else stop), request("b", "ab"), request("c", "cd")]
-    found = run(letters, tmp_path, requests, "--output_format", "openai", "--bs", "3")
-    assert texts(found) == [[whole[: whole.index(stop)]], [whole], [plain(letters, "cd")[0]]]
-    body, other = (each["response"]["body"] for each in found[:2])
+    answers = run(letters, tmp_path, requests, "--output_format", "openai", "--bs", "3")
+    assert texts(answers) == [[whole[: whole.index(stop)]], [whole], [plain(letters, "cd")[0]]]
+    body, other = (each["response"]["body"] for each in answers[:2])
     assert body["choices"][0]["finish_reason"] == "stop" and other["choices"][0]["finish_reason"] == "length"
     model, tokenizer = transformers.AutoModelForCausalLM.from_pretrained(letters), transformers.AutoTokenizer
     tokenizer = tokenizer.from_pretrained(letters)
@@ -138,26 +138,24 @@ def test_an_answer_ends_before_its_stop_string(letters, tmp_path, as_list):
 def test_a_stop_string_cuts_texts_of_any_tokenizer(chat, tmp_path):
     whole = plain(chat, "word1 word2")[0]
     stop = whole.split()[2]
-    found = run(chat, tmp_path, [request("a", "word1 word2", stop=stop)], "--output_format", "openai")
-    assert texts(found) == [[whole[: whole.index(stop)]]]
-    assert found[0]["response"]["body"]["choices"][0]["finish_reason"] == "stop"
+    answers = run(chat, tmp_path, [request("a", "word1 word2", stop=stop)], "--output_format", "openai")
+    assert texts(answers) == [[whole[: whole.index(stop)]]]
+    assert answers[0]["response"]["body"]["choices"][0]["finish_reason"] == "stop"
 
 
 def test_a_seed_gives_the_same_samples_in_any_file(chat, tmp_path):
     asked = {"temperature": 0.9, "max_tokens": 6}
-    one, other = request("a", "word1", seed=-7, n=3, **asked), request("b", "word4 word5", **asked)
+    first, other = request("a", "word1", seed=-7, n=3, **asked), request("b", "word4 word5", **asked)
     keys = [(2**64 - 7, 0, sample) for sample in range(3)]
     expected = plain_samples(chat, "user word1 ", keys, 6, temperature=0.9, top_k=50)
     assert len(set(expected)) > 1
-    for number, requests in enumerate([[one], [other, one, other], [one, one, other, other]]):
-        found = texts(run(chat, tmp_path, requests, "--output_format", "openai", "--seed", str(number), "--bs", "4"))
-        assert [each for each, of in zip(found, requests, strict=True) if of is one] == [expected] * requests.count(one)
-        assert [len(each) for each, of in zip(found, requests, strict=True) if of is other] == [1] * (
-            requests.count(other)
-        )
+    for number, requests in enumerate([[first], [other, first, other], [first, first, other, other]]):
+        answers = texts(run(chat, tmp_path, requests, "--output_format", "openai", "--seed", str(number), "--bs", "4"))
+        for answer, sent in zip(answers, requests, strict=True):
+            assert answer == expected if sent is first else len(answer) == 1
 
 
-def test_greedy_requests_share_batches_whatever_their_seeds(chat, tmp_path):
+def test_greedy_requests_with_different_seeds_share_batches(chat, tmp_path):
     requests = [request(str(number), "word1", seed=number, temperature=0) for number in range(3)]
     assert texts(run(chat, tmp_path, requests, "--output_format", "openai")) == [[plain(chat, "word1")[0]]] * 3
 
@@ -170,11 +168,11 @@ def test_content_may_be_parts_of_text_or_null_for_an_assistant(chat, tmp_path):
 
     parts = [{"type": "text", "text": "word1"}, {"type": "text", "text": "word2"}]
     requests = [asked(parts), asked("word1\nword2"), asked("word1", None, "word3"), asked("word1", "", "word3")]
-    found = texts(run(chat, tmp_path, requests, "--output_format", "openai"))
-    assert found[0] == found[1] == [plain(chat, "word1 word2")[0]] and found[2] == found[3]
+    answers = texts(run(chat, tmp_path, requests, "--output_format", "openai"))
+    assert answers[0] == answers[1] == [plain(chat, "word1 word2")[0]] and answers[2] == answers[3]
     image = [{"type": "text", "text": "word1"}, {"type": "image_url", "image_url": {"url": "a"}}]
-    found = run(chat, tmp_path, [requests[0], asked(image), asked([]), asked(None)], status=1)
-    assert [record.get("error") for record in found[1:]] == [
+    answers = run(chat, tmp_path, [requests[0], asked(image), asked([]), asked(None)], status=1)
+    assert [record.get("error") for record in answers[1:]] == [
         'has no text as "content" of message 1 in its field "body.messages"'
     ] * 3
 
@@ -203,7 +201,7 @@ BAD = [
 ]
 
 
-def test_what_a_body_may_not_ask_for_is_named(chat, tmp_path, capsys):
+def test_a_body_with_an_unsupported_field_is_named(chat, tmp_path, capsys):
     requests = [
         request("a", "word1", max_tokens=3.0, stop=[], n=1),
         *(request("b", "word1", **body) for body, _ in BAD),
@@ -219,11 +217,11 @@ def test_what_a_body_may_not_ask_for_is_named(chat, tmp_path, capsys):
     source = write_lines(tmp_path / "in.jsonl", list(map(json.dumps, several)))
     assert command(chat, source, tmp_path / "out.txt", "--output_format", "text") == 1
     assert (tmp_path / "out.txt").read_text() == plain(chat, "word1")[0] + "\n\n"
-    found = run(chat, tmp_path, [several[0], several[0] | {"body": several[0]["body"] | {"n": 2}}], "--beam", "2")
-    assert [len(record["outputs"]) for record in found] == [1, 2]
+    answers = run(chat, tmp_path, [several[0], several[0] | {"body": several[0]["body"] | {"n": 2}}], "--beam", "2")
+    assert [len(record["outputs"]) for record in answers] == [1, 2]
 
 
-def test_messages_without_chat_stop_at_the_first(chat, tmp_path, capsys):
+def test_messages_without_a_chat_model_end_the_run(chat, tmp_path, capsys):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_lines(source, [json.dumps({"text": [{"role": "user", "content": "word1"}]})] * 3000)
     assert command(chat, source, output, "--causal_lm") == 2
@@ -235,7 +233,7 @@ def test_messages_without_chat_stop_at_the_first(chat, tmp_path, capsys):
     assert not output.exists()
 
 
-def test_an_output_of_nothing_but_failures_is_not_put_in_place(chat, tmp_path, capsys):
+def test_an_output_of_failures_only_is_not_put_in_place(chat, tmp_path, capsys):
     source = write_lines(tmp_path / "in", ["word1 " * 70, "", "word2 " * 80])
     assert command(chat, source, tmp_path / "out", "--causal_lm") == 1
     assert "every input failed (2), so no OUTPUT is written" in capsys.readouterr().err

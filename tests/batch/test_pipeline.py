@@ -1,4 +1,4 @@
-"""The pipeline writes what a plain loop writes, however lines are batched; what fails in one line stays there."""
+"""The pipeline writes the outputs of a plain loop, however lines are batched; an error fails its line only."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ LINES = sentences(70)
 
 @pytest.fixture
 def shapes(monkeypatch):
-    """Of the input_ids of each batch."""
+    """Records the shape of input_ids in each batch."""
     seen: list[tuple[int, int]] = []
     for kind in (transformers.BartForConditionalGeneration, transformers.GPT2LMHeadModel):
         original = kind.generate
@@ -83,10 +83,10 @@ def test_jsonl_holds_fields_outputs_scores_and_lengths(tmp_path, bart):
     records = [{"id": f"a{n}", "article": line, "date": {"year": n}} for n, line in enumerate(LINES[:10])]
     flags = ("--input_format", "jsonl", "--text_field", "article", "--id_field", "id", "--bs", 4, "--beam", 3)
     lines = generate(tmp_path, bart, list(map(json.dumps, records)), *flags, "--num_return_sequences", 2)
-    found = [json.loads(line) for line in lines]
-    assert [{name: each[name] for name in ("id", "article", "date")} for each in found] == records
+    outputs = [json.loads(line) for line in lines]
+    assert [{name: each[name] for name in ("id", "article", "date")} for each in outputs] == records
     with fastgen.disabled():
-        for line, each in zip(LINES, found):
+        for line, each in zip(LINES, outputs):
             batch = tokenizer([line], return_tensors="pt")
             plain = model.generate(
                 input_ids=batch.input_ids,
@@ -107,7 +107,7 @@ def test_jsonl_holds_fields_outputs_scores_and_lengths(tmp_path, bart):
 
 
 @pytest.mark.parametrize("flags", [(), ("--gen", "max_time=1000")], ids=["own loop", "library's"])
-def test_scores_do_not_cost_those_of_every_step(tmp_path, bart, monkeypatch, flags):
+def test_scores_are_computed_without_those_of_every_step(tmp_path, bart, monkeypatch, flags):
     original, outputs = transformers.BartForConditionalGeneration.generate, []
 
     def watched(self: Any, **inputs: Any) -> Any:
@@ -153,7 +153,7 @@ def test_a_line_that_fails_is_listed_and_stops_no_other(tmp_path, bart, capsys):
     assert (records[2]["line"], records[2]["outputs"]) == (3, []) and errors[0] in records[2]["error"]
 
 
-def test_an_unknown_token_fails_its_line_before_a_gpu_meets_it(tmp_path, bart, capsys):
+def test_an_unknown_token_fails_its_line_before_the_model_runs(tmp_path, bart, capsys):
     model = shutil.copytree(bart, tmp_path / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     tokenizer.add_tokens(["unknown"])
@@ -187,7 +187,7 @@ def test_a_model_that_always_fails_ends_a_run_that_can_resume(tmp_path, bart, mo
     assert output.read_text().split("\n")[:-1] == plain_loop(bart, LINES, 4)
 
 
-def test_input_that_ends_early_completes_nothing(tmp_path, bart, monkeypatch, capsys):
+def test_input_that_ends_early_completes_no_output(tmp_path, bart, monkeypatch, capsys):
     source, output = write_lines(tmp_path / "in", LINES), tmp_path / "out"
     monkeypatch.setattr(files, "survey", lambda path: Survey(len(LINES) + 1, "the sum of a longer file"))
     assert command(bart, source, output) == 2
@@ -195,7 +195,7 @@ def test_input_that_ends_early_completes_nothing(tmp_path, bart, monkeypatch, ca
     assert not output.exists()
 
 
-def test_resume_has_nothing_to_do_where_output_is_complete(tmp_path, bart, shapes, capsys):
+def test_resume_of_a_complete_output_does_nothing(tmp_path, bart, shapes, capsys):
     source, output, scores = write_lines(tmp_path / "in", LINES), tmp_path / "out", tmp_path / "scores.json"
     arguments = (bart, source, output)
     assert command(*arguments) == 0
@@ -209,10 +209,10 @@ def test_resume_has_nothing_to_do_where_output_is_complete(tmp_path, bart, shape
     assert command(*arguments, "--resume", "--beam", 2) == 2
     (line,) = capsys.readouterr().err.splitlines()  # nothing is loaded for that
     assert "--beam was not given, is 2" in line and "--overwrite" in line
-    assert command(*arguments, "--resume", "--n_obs", 3) == 2  # a shorter file would replace a longer one
+    assert command(*arguments, "--resume", "--n_obs", 3) == 2  # a shorter file would replace it
     assert command(*arguments) == 2
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()} == before
-    # Scores that are asked for later need no further run.
+    # Scores that are requested later need no further run.
     for _ in range(2):
         assert command(*arguments, "--resume", "--reference_path", source, "--score_path", scores) == 0
         assert json.loads(scores.read_text())["lines"] == 70
@@ -223,7 +223,7 @@ def test_resume_has_nothing_to_do_where_output_is_complete(tmp_path, bart, shape
 
 @pytest.mark.parametrize(("beams", "tokens"), [((), None), (("--beam", "2"), None), ((), 30)])
 def test_a_resumed_run_draws_the_samples_of_a_whole_one(tmp_path, gpt2, monkeypatch, shapes, beams, tokens):
-    """Also if memory is too small for a batch, which is split in the same places again; no line is generated twice."""
+    """A batch too large for memory is split in the same places again; no line is generated twice."""
     original = transformers.GPT2LMHeadModel.generate
 
     def generate_little(self: Any, **inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Batches hold every line once, within their limits, sorted by length inside of a window only."""
+"""Batches hold every line once, within their limits, sorted by length inside a window only."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ from fastgen.batch.text import pad_text
 
 
 def items_of(lengths: list[int]) -> list[Item]:
-    """An item for each length; nothing to generate for those of length 0."""
+    """Returns an item for each length; those of length 0 need no model."""
     return [Item(Line(number, b""), length=length) for number, length in enumerate(lengths, start=1)]
 
 
@@ -24,7 +24,7 @@ def plan(lengths: list[int], rows: int | None, tokens: int | None, window: int) 
 
 
 def planner_of(rows: int | None, tokens: int | None, window: int, **others: Any) -> Planner:
-    """window: 0 for batches in the order of lines."""
+    """Returns a planner; a window of 0 means batches in the order of lines."""
     return Planner(rows, tokens, window or 100, sorts=window > 0, **others)
 
 
@@ -62,23 +62,18 @@ def test_every_line_is_in_one_batch_within_the_limits(lengths, rows, tokens, win
         assert windows == sorted(windows)  # no line is moved out of its window
 
 
-def test_lines_of_one_length_go_together():
-    batches = list(plan([3, 9, 3, 9, 3, 9], 3, None, 6))
-    assert list(map(lengths_of, batches)) == [[9, 9, 9], [3, 3, 3]]
+def test_lines_of_one_length_go_together_within_the_limits():
+    assert [lengths_of(batch) for batch in plan([3, 9, 3, 9, 3, 9], 3, None, 6)] == [[9, 9, 9], [3, 3, 3]]
+    assert [lengths_of(batch) for batch in plan([1] * 12 + [6, 6, 20], None, 12, 15)] == [[20], [6, 6], [1] * 12]
 
 
-def test_file_order_makes_the_batches_of_a_plain_loop():
+def test_file_order_has_the_batches_of_a_plain_loop():
     batches = list(plan([3, 0, 9, 4, 4, 0, 1], 2, None, 0))
     assert [numbers(batch) for batch in batches] == [[1, 3], [4, 5], [7]]
     assert [[each.line.number for each in batch.others] for batch in batches] == [[2], [], [6]]
 
 
-def test_tokens_limit_a_batch_of_any_number_of_rows():
-    batches = list(plan([1] * 12 + [6, 6, 20], None, 12, 15))
-    assert list(map(lengths_of, batches)) == [[20], [6, 6], [1] * 12]
-
-
-def test_lines_without_text_wait_to_the_end_of_their_window():
+def test_lines_without_text_are_at_the_end_of_their_window():
     planner = Planner(8, None, 6)
     first, second, third = planner(items_of([4] + [0] * 11 + [5]))
     assert (lengths_of(first), first.number, [each.line.number for each in first.others]) == ([4], 0, [2, 3, 4, 5, 6])
@@ -86,7 +81,7 @@ def test_lines_without_text_wait_to_the_end_of_their_window():
     assert (lengths_of(third), third.number) == ([5], 12)
 
 
-def test_what_is_written_leaves_other_batches_as_they_are():
+def test_written_lines_leave_other_batches_unchanged():
     lengths = [3, 0, 9, 4, 4, 0, 1, 8, 2, 2]
     for window in (0, 4):
         whole = list(plan(lengths, 2, None, window))
@@ -118,7 +113,7 @@ def test_text_is_padded(left, rows):
     assert torch.equal(padded["attention_mask"], (torch.tensor(rows) != 7).long())
 
 
-def test_a_window_has_fewer_lines_where_they_are_long():
+def test_a_window_of_long_lines_has_fewer_lines():
     planner = Planner(2, None, 99, window_tokens=10)
     batches = [*planner(items_of([4, 5, 1, 1, 9, 2, 3]))]
     assert list(map(lengths_of, batches)) == [[5, 4], [1], [9, 1], [3, 2]]

@@ -1,4 +1,4 @@
-"""What was generated becomes the texts, scores and token counts of a plain loop, one record a line."""
+"""Outputs become the texts, scores and token counts of a plain loop, a record in each line."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ EOS, PAD = 2, 1
 
 @pytest.fixture(scope="module")
 def tokenizer(bart):
-    """word1 is token 5, word2 is token 6, …"""
+    """A tokenizer in which word1 is token 5, word2 token 6, …"""
     return AutoTokenizer.from_pretrained(bart)
 
 
@@ -36,7 +36,7 @@ BOTH_JSONL = asked(output_format="jsonl", input_format="jsonl")
 
 
 class Finished(NamedTuple):
-    """What is written of a batch, and what is counted."""
+    """The written records of a batch, and its counts."""
 
     records: list[tuple[int, bytes]]
     amount: float
@@ -46,7 +46,7 @@ class Finished(NamedTuple):
 def finish(
     tokenizer: Any, args: BatchConfig, eos_token_ids: set[int], pad_token_id: int | None, start_tokens: int = 1
 ) -> Callable[[GeneratedBatch], Finished]:
-    """What the workers behind the model do with a batch."""
+    """Finishes a batch as the workers after the model do."""
     output = TextOutput(tokenizer, args, [*eos_token_ids], pad_token_id, start_tokens)
 
     def finish_batch(batch: tuple[GeneratedBatch, list[Item]]) -> Finished:
@@ -61,17 +61,14 @@ def finish(
 
 
 def generated(
-    raw: list[str | bytes],
-    sequences: list[list[int]],
-    scores: list[float] | None = None,
-    others: tuple[Item, ...] = (),
+    raw: list[str | bytes], sequences: list[list[int]], scores: list[float] | None = None, others: tuple[Item, ...] = ()
 ) -> tuple[GeneratedBatch, list[Item]]:
     lines = [Line(number, each.encode() if isinstance(each, str) else each) for number, each in enumerate(raw, start=1)]
     return GeneratedBatch([Item(line, length=4) for line in lines], np.array(sequences, np.int64), scores), list(others)
 
 
 def parsed(finished: Finished) -> list[dict[str, Any]]:
-    """The records of the lines in their order, each of them one line."""
+    """Returns the records in order, each of them one line."""
     for _, record in finished.records:
         assert record.endswith(b"\n")
         assert len(record.decode().splitlines()) == 1
@@ -120,7 +117,7 @@ def test_scores_and_several_outputs_stand_in_a_line_of_text(tokenizer, scores, s
 
 
 class Decoder:
-    """A tokenizer that gives the texts it holds, and raises those that are exceptions."""
+    """A tokenizer that returns its own texts, and raises those that are exceptions."""
 
     def __init__(self, texts: list[str | Exception]) -> None:
         self.texts = texts
@@ -130,17 +127,17 @@ class Decoder:
     def batch_decode(self, sequences: np.ndarray, **settings: Any) -> list[str]:
         self.calls.append(len(sequences))
         self.settings = settings
-        found = [self.texts[row[0]] for row in sequences]
-        for text in found:
+        texts = [self.texts[row[0]] for row in sequences]
+        for text in texts:
             if isinstance(text, Exception):
                 raise text
-        return found
+        return texts
 
 
 AWKWARD = "a\r\nb\nc\rd\te \u2028\x85\x0c####\ud800"
 
 
-def test_every_record_is_one_line_whatever_the_text_is():
+def test_every_record_is_one_line_for_any_text():
     batch = generated(["a"], [[0]])
     (record,) = parsed(finish(Decoder([AWKWARD]), JSONL, {EOS}, PAD)(batch))
     assert record["outputs"][0]["text"] == AWKWARD
@@ -148,7 +145,7 @@ def test_every_record_is_one_line_whatever_the_text_is():
     assert finished.records == [(1, "a b c d\te \u2028\x85\x0c####\\ud800\n".encode())]
 
 
-def test_all_rows_are_decoded_in_one_call_as_asked_for():
+def test_all_rows_are_decoded_in_one_call_with_the_settings():
     decoder, batch = Decoder(["a", "b"]), generated(["x", "y"], [[0], [1]])
     finish(decoder, JSONL, {EOS}, PAD)(batch)
     assert (decoder.calls, decoder.settings) == ([2], {"skip_special_tokens": True})
@@ -157,7 +154,7 @@ def test_all_rows_are_decoded_in_one_call_as_asked_for():
     assert decoder.settings == {"skip_special_tokens": False, "clean_up_tokenization_spaces": True}
 
 
-def test_only_the_line_fails_whose_output_cannot_be_decoded():
+def test_an_undecodable_output_fails_its_line_only():
     decoder = Decoder(["a", ValueError("no\nword"), "c", "d"])
     batch = generated(["x", "y"], [[0], [1], [2], [3]])
     finished = finish(decoder, JSONL, {EOS}, PAD)(batch)
@@ -191,27 +188,24 @@ FIELDS = [
     ),
     (' {"text":"a","number":' + "9" * 4000 + ',"a":[]} ', '{"text": "a", "number": ' + "9" * 4000 + ', "a": []}'),
     ('{"line": 5, "text": "a\u2028\x85",\r"z": 1e2}', '{"line": 5, "text": "a\\u2028\\u0085", "z": 100.0}'),
-    # Fields of earlier runs get a number, and nothing else changes.
+    # Only fields of earlier runs get a number.
     ('{"outputs": [], "text": 1, "error": "a"}', '{"outputs_1": [], "text": 1, "error_1": "a"}'),
     (
         '{"outp\\u0075ts": 1.0, "outputs_1": 2, "input_tokens_x": 3}',
         '{"outputs_2": 1.0, "outputs_1": 2, "input_tokens_x": 3}',
     ),
-    (
-        '{"a": {"outputs": 1}, "outputs": 9, "error_1": 1}',
-        '{"a": {"outputs": 1}, "outputs_2": 9, "error_1": 1}',
-    ),
+    ('{"a": {"outputs": 1}, "outputs": 9, "error_1": 1}', '{"a": {"outputs": 1}, "outputs_2": 9, "error_1": 1}'),
 ]
 
 
-@pytest.mark.parametrize(("own", "kept"), FIELDS)
-def test_fields_of_a_record_stand_before_what_was_generated(own, kept):
+@pytest.mark.parametrize(("own", "fields"), FIELDS)
+def test_fields_of_a_record_come_before_its_outputs(own, fields):
     ((_, record),) = finish(Decoder(["x"]), BOTH_JSONL, {EOS}, PAD)(generated([own + "\r"], [[0]])).records
-    assert record.decode() == kept[:-1] + ', "input_tokens": 4, "outputs": [{"text": "x", "tokens": 0}]}\n'
+    assert record.decode() == fields[:-1] + ', "input_tokens": 4, "outputs": [{"text": "x", "tokens": 0}]}\n'
     assert first_text(record, BOTH_JSONL) == "x"
 
 
-def test_a_record_that_cannot_be_written_is_known_by_its_number():
+def test_a_record_that_cannot_be_written_has_its_line_number():
     for depth in range(940, 1000):
         own = '{"a": ' + "[" * depth + "]" * depth + "}"
         (record,) = parsed(finish(Decoder(["x"]), BOTH_JSONL, {EOS}, PAD)(generated([own], [[0]])))
@@ -252,7 +246,7 @@ def test_any_record_is_kept(own, text, escaped, separators):
     assert list(record) == list(renamed)
 
 
-def test_failed_records_keep_their_fields_where_they_have_any(tokenizer):
+def test_failed_records_keep_their_fields(tokenizer):
     raw = [
         '{"id": "a1", "body": 1}',
         "{}",
@@ -286,7 +280,7 @@ def test_failed_records_keep_their_fields_where_they_have_any(tokenizer):
 
 
 @pytest.mark.parametrize("form", [JSONL, BOTH_JSONL, asked(), asked(output_sequence_scores=True)])
-def test_the_first_text_of_a_record_is_what_was_generated_first(form):
+def test_the_first_text_of_a_record_is_that_of_its_first_output(form):
     text = "a #### b\tc é"
     batch = generated(['{"text": "x", "outputs_of_others": 1}'], [[0]], [-0.5], (Item(Line(2, b"")),))
     records = finish(Decoder([text]), form, {EOS}, PAD)(batch).records

@@ -1,4 +1,4 @@
-"""`--retry_failed`: what failed is generated again, in place, and nothing else is touched."""
+"""`--retry_failed` generates failed lines again, in place, and changes no others."""
 
 import json
 import os
@@ -18,13 +18,13 @@ LINES = [*sentences(20), "", TOO_LONG, *sentences(50, seed=1), TOO_LONG, *senten
 
 @pytest.fixture
 def run(bart, tmp_path):
-    """The command on LINES; OUTPUT is in `tmp_path`."""
+    """Runs the command on LINES; OUTPUT is in `tmp_path`."""
     source = write_lines(tmp_path / "in.txt", LINES)
     return lambda output, *flags: command(bart, source, tmp_path / output, "--bs", 4, "--beam", 2, *flags)
 
 
 def failing_for(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
-    """Until the patch is undone, the model raises for lines with `word`."""
+    """Makes the model raise for lines with `word` until the patch is undone."""
     generate = Task.generate
 
     def generates(self: Task, batch):
@@ -35,7 +35,7 @@ def failing_for(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     monkeypatch.setattr(TextTask, "generate", generates)
 
 
-def made(output: Path) -> dict:
+def summary_of(output: Path) -> dict:
     return json.loads(Path(f"{output}.run.json").read_text())
 
 
@@ -46,18 +46,18 @@ def test_retried_lines_are_those_of_a_run_without_failure(run, tmp_path, monkeyp
         failing_for(tired, "word7")
         assert run(name) == 1
     failed = [number for number, line in enumerate(LINES, start=1) if "word7" in line.split()]
-    assert [int(number) for number in made(tmp_path / name)["failed"]] == failed and 5 < len(failed) < len(LINES)
+    assert [int(number) for number in summary_of(tmp_path / name)["failed"]] == failed and 5 < len(failed) < len(LINES)
     capsys.readouterr()
-    assert run(name, "--retry_failed") == 1  # two lines are too long in any case
+    assert run(name, "--retry_failed") == 1  # two lines are always too long
     said = capsys.readouterr().err
     assert f"{len(failed)} failed lines were generated again, 2 of them failed again\n" in said
     assert f"2 of {len(LINES)} inputs failed" in said
-    found, expected = (list(files.raw_lines("OUTPUT", str(tmp_path / each))) for each in (name, f"whole_{name}"))
+    retried, expected = (list(files.raw_lines("OUTPUT", str(tmp_path / each))) for each in (name, f"whole_{name}"))
     if name.endswith("jsonl"):
-        found, expected = (
-            [[o["text"] for o in json.loads(line)["outputs"]] for line in each] for each in (found, expected)
+        retried, expected = (
+            [[o["text"] for o in json.loads(line)["outputs"]] for line in each] for each in (retried, expected)
         )
-    assert found == expected
+    assert retried == expected
     assert run(name, "--resume") == 1 and "the same run wrote it" in capsys.readouterr().err
 
 
@@ -70,7 +70,7 @@ def test_flags_that_make_lines_fail_may_differ(run, tmp_path, capsys):
     assert [n for n, (old, new) in enumerate(zip(before, after, strict=True)) if old != new] == failed
     said = capsys.readouterr().err
     assert "flags differ from those of the run that made OUTPUT: --truncation was not given, is given" in said
-    written = made(tmp_path / "out.txt")
+    written = summary_of(tmp_path / "out.txt")
     assert (written["failures"], written["failed"], written["signature"]["--truncation"]) == (0, {}, False)
     assert written["retries"] == [{"lines": 2, "changes": ["--truncation was not given, is given"]}]
     assert run("out.txt", "--retry_failed") == 0
@@ -79,7 +79,7 @@ def test_flags_that_make_lines_fail_may_differ(run, tmp_path, capsys):
 
 @pytest.mark.parametrize("moment", ["write", "before_replace", "after_replace"])
 def test_a_retry_that_is_killed_is_resumed(run, tmp_path, monkeypatch, moment):
-    """Whenever it is killed, OUTPUT is whole, and the same command with --resume ends with the same bytes."""
+    """OUTPUT is whole at any time, and the same command with --resume ends with the same bytes."""
     with monkeypatch.context() as tired:
         failing_for(tired, "word7")
         for name in ("out.jsonl", "whole.jsonl"):
@@ -117,7 +117,7 @@ def test_a_retry_that_is_killed_is_resumed(run, tmp_path, monkeypatch, moment):
     assert not (tmp_path / "out.jsonl.part").exists()
 
 
-def test_shards_and_what_is_merged_are_retried(run, tmp_path, monkeypatch):
+def test_shards_and_merged_outputs_are_retried(run, tmp_path, monkeypatch):
     shards = [("--num_shards", 2, "--shard_id", shard) for shard in range(2)]
     run("whole.txt", "--seed", 0)
     with monkeypatch.context() as tired:
@@ -126,7 +126,7 @@ def test_shards_and_what_is_merged_are_retried(run, tmp_path, monkeypatch):
         for shard in shards:
             run("out.txt", *shard)
     run("out.txt", "--num_shards", 2, "--merge")
-    assert made(tmp_path / "out.txt") == made(tmp_path / "tired.txt")
+    assert summary_of(tmp_path / "out.txt") == summary_of(tmp_path / "tired.txt")
     assert run("out.txt", "--retry_failed") == 1
     whole = (tmp_path / "whole.txt").read_bytes()
     assert (tmp_path / "out.txt").read_bytes() == whole
@@ -148,7 +148,7 @@ REFUSED = [
 ]
 
 
-def test_what_cannot_be_retried_is_said_in_one_line(run, tmp_path, capsys):
+def test_an_output_that_cannot_be_retried_is_named(run, tmp_path, capsys):
     for name in ("out.txt", "changed.txt"):
         run(name)
     (tmp_path / "begun.txt.part").write_text("")

@@ -1,4 +1,4 @@
-"""fastgen-generate-for-transformers writes what a plain loop with the unpatched library would write."""
+"""fastgen-generate-for-transformers writes the outputs of a plain loop with the unpatched library."""
 
 import gzip
 import json
@@ -34,7 +34,7 @@ def t5(tmp_path_factory):
 )
 def test_output_is_that_of_a_plain_loop(tmp_path, bart, flags, settings):
     expected = plain_loop(bart, LINES, 4, **settings)
-    assert len(set(expected)) > 1  # a model that always says the same would hide a wrong order
+    assert len(set(expected)) > 1  # equal outputs would hide a wrong order
     assert generate(tmp_path, bart, LINES, "--bs", 4, *flags) == expected
 
 
@@ -46,7 +46,7 @@ def test_causal_lm_writes_only_the_new_text(tmp_path, gpt2, beams):
     assert generate(tmp_path, gpt2, LINES, *flags, "--output_summaries_only") == expected
 
 
-def test_the_models_own_limit_does_not_win_over_max_gen_length(tmp_path, gpt2):
+def test_max_gen_length_wins_over_the_models_own_limit(tmp_path, gpt2):
     lines = [line for line in LINES if len(line.split()) < 10]
     expected = plain_loop(gpt2, lines, 9, causal_lm=True, max_length=20, max_new_tokens=None)
     assert expected != plain_loop(gpt2, lines, 9, causal_lm=True)
@@ -66,7 +66,7 @@ def test_n_obs_takes_the_first_lines(tmp_path, bart):
     assert generate(tmp_path, bart, LINES, "--bs", 3, "--n-obs", -1) == expected
 
 
-def test_task_settings_apply_when_asked_for_and_flags_win(tmp_path, t5, capsys):
+def test_task_settings_apply_on_request_and_flags_win(tmp_path, t5, capsys):
     prefixed = [f"word1 word2 {line}" for line in LINES]
     assert generate(tmp_path, t5, LINES) == plain_loop(t5, LINES, 8)
     note = "note: MODEL has no settings for a run without --task (it has: summarization)"
@@ -78,7 +78,7 @@ def test_task_settings_apply_when_asked_for_and_flags_win(tmp_path, t5, capsys):
     assert "note:" not in capsys.readouterr().err
 
 
-def test_a_task_without_settings_changes_nothing_and_says_so(tmp_path, t5, bart, capsys):
+def test_a_task_without_settings_is_a_note(tmp_path, t5, bart, capsys):
     assert generate(tmp_path, t5, LINES, "--task", "translate_text") == plain_loop(t5, LINES, 8)
     assert "note: MODEL has no settings for --task translate_text (it has: summarization)" in capsys.readouterr().err
     assert generate(tmp_path, bart, LINES, "--task", "summarization") == plain_loop(bart, LINES, 8)
@@ -87,22 +87,22 @@ def test_a_task_without_settings_changes_nothing_and_says_so(tmp_path, t5, bart,
 
 def test_outputs_can_be_inputs_of_the_next_run(tmp_path, bart, capsys):
     source = write_lines(tmp_path / "in.txt", [*LINES[:3], "", " ".join(WORDS + WORDS)])
-    one, two, three = (tmp_path / name for name in ("one.jsonl.gz", "two.jsonl", "three.txt"))
-    assert command(bart, source, one, "--beam", 2, "--num_return_sequences", 2) == 1
-    assert command(bart, one, two, "--text_field", "outputs.1.text") == 0
-    first, second = gzip.decompress(one.read_bytes()).splitlines(), two.read_text().splitlines()
+    first, second, third = (tmp_path / name for name in ("one.jsonl.gz", "two.jsonl", "three.txt"))
+    assert command(bart, source, first, "--beam", 2, "--num_return_sequences", 2) == 1
+    assert command(bart, first, second, "--text_field", "outputs.1.text") == 0
+    records, records_of_outputs = gzip.decompress(first.read_bytes()).splitlines(), second.read_text().splitlines()
     chosen = []
-    for before, after in zip(map(json.loads, first), map(json.loads, second), strict=True):
-        kept = {name.removesuffix("_1"): after[name] for name in after if name.endswith("_1") or name == "line"}
-        assert before == kept
+    for before, after in zip(map(json.loads, records), map(json.loads, records_of_outputs), strict=True):
+        own_fields = {name.removesuffix("_1"): after[name] for name in after if name.endswith("_1") or name == "line"}
+        assert before == own_fields
         chosen.append(before["outputs"][1]["text"] if before["outputs"] else "")
     assert [bool(text) for text in chosen] == [True, True, True, False, False] and "limit" in after["error_1"]
     expected = plain_loop(bart, chosen[:3], 3)
-    assert [output["text"] for record in second for output in json.loads(record)["outputs"]] == expected
+    assert [output["text"] for record in records_of_outputs for output in json.loads(record)["outputs"]] == expected
     capsys.readouterr()
-    assert command(bart, two, three, "--text_field", "outputs_1.1.text", "--output_format", "text") == 0
-    assert f"note: INPUT {two} is read as JSON records" in capsys.readouterr().err
-    assert three.read_text().split("\n") == [*expected, "", "", ""]
+    assert command(bart, second, third, "--text_field", "outputs_1.1.text", "--output_format", "text") == 0
+    assert f"note: INPUT {second} is read as JSON records" in capsys.readouterr().err
+    assert third.read_text().split("\n") == [*expected, "", "", ""]
 
 
 def test_without_fastgen_opt_runs_the_unchanged_library(tmp_path, bart, monkeypatch):

@@ -1,4 +1,4 @@
-"""What flags mean for the library: what is loaded, and what generate gets."""
+"""Flags become settings of the library: which model is loaded, and the arguments of generate."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ SAVE = {
 
 
 def has_languages(models: Path, model: str) -> bool:
-    """Before transformers 5.6 AutoTokenizer gives these models a tokenizer whose language cannot be changed."""
+    """Skips before transformers 5.6, where AutoTokenizer returns a tokenizer with a fixed language."""
     return hasattr(type(transformers.AutoTokenizer.from_pretrained(models / model)), "src_lang")
 
 
@@ -49,7 +49,7 @@ def parse(*flags: object, model: object = "model", source: str = "input", output
 
 
 def load(models: Path, model: str, *flags: object) -> Loaded:
-    """What is loaded with these flags, and in its settings what generate gets."""
+    """Loads with these flags; the settings are the arguments of generate."""
     task = task_for(parse(*flags, model=models / model))
     task.load()
     return task.loaded
@@ -61,7 +61,7 @@ def refused(models: Path, model: str, *flags: object) -> str:
     return str(error.value)
 
 
-def test_gen_reaches_generate_and_wins_over_model_and_file(models, tmp_path):
+def test_gen_wins_over_the_settings_of_model_and_file(models, tmp_path):
     file = tmp_path / "settings.json"
     file.write_text(json.dumps({"num_beams": 3, "length_penalty": 0.5}))
     flags = ("--generation_config", file, "--gen", "num_beams=2", "--gen", "renormalize_logits=true")
@@ -70,7 +70,7 @@ def test_gen_reaches_generate_and_wins_over_model_and_file(models, tmp_path):
     assert [loaded.value(name) for name in ("num_beams", "length_penalty")] == [2, 0.5]
 
 
-def test_a_file_means_what_it_means_to_generate(models, tmp_path):
+def test_a_file_of_settings_has_the_meaning_it_has_to_generate(models, tmp_path):
     values = {"num_beams": 3, "max_length": 6, "no_repeat_ngram_size": 2, "eos_token_id": [2, 30], "use_cache": None}
     file = tmp_path / "settings.json"
     file.write_text(json.dumps(values))
@@ -82,9 +82,9 @@ def test_a_file_means_what_it_means_to_generate(models, tmp_path):
         config = transformers.GenerationConfig(**values, pad_token_id=plain.tokenizer.pad_token_id)
         expected = plain.model.generate(**inputs, generation_config=config)
         own = plain.model.generate(**inputs, pad_token_id=plain.tokenizer.pad_token_id)
-        found = loaded.model.generate(**inputs, **loaded.settings)
-    assert torch.equal(found, expected)
-    assert found.shape != own.shape or not torch.equal(found, own)
+        tokens = loaded.model.generate(**inputs, **loaded.settings)
+    assert torch.equal(tokens, expected)
+    assert tokens.shape != own.shape or not torch.equal(tokens, own)
 
 
 def test_an_unknown_key_of_a_file_is_a_note(models, tmp_path):
@@ -104,14 +104,14 @@ def test_an_unknown_key_of_a_file_is_a_note(models, tmp_path):
         (("--output_sequence_scores", "--beam", 2), True),
     ],
 )
-def test_scores_are_asked_for_where_somebody_reads_them(models, flags, scores):
+def test_scores_are_computed_only_if_they_are_read(models, flags, scores):
     settings = load(models, "bart", *flags).settings
     assert (settings.get("output_scores"), settings.get("return_dict_in_generate")) == (
         (True, True) if scores else (None, None)
     )
 
 
-def test_stop_strings_bring_the_tokenizer(models):
+def test_stop_strings_pass_the_tokenizer_too(models):
     loaded = load(models, "bart", "--gen", "stop_strings=word5")
     assert loaded.settings["tokenizer"] is loaded.tokenizer
 
@@ -139,7 +139,7 @@ def test_languages_mark_inputs_and_begin_outputs(models, model, source, target, 
     ids = tokenizer("word1 word2")["input_ids"]
     assert ids[languages] == [tokenizer.convert_tokens_to_ids(spelled(source))] != [tokenizer.unk_token_id]
     assert settings == {begins: tokenizer.convert_tokens_to_ids(spelled(target))}
-    # As the library's documentation has it for this tokenizer.
+    # As the library's documentation says for this tokenizer.
     plain = transformers.AutoTokenizer.from_pretrained(models / model)
     plain.src_lang = source
     assert plain("word1 word2")["input_ids"] == ids
@@ -147,7 +147,7 @@ def test_languages_mark_inputs_and_begin_outputs(models, model, source, target, 
     assert by_name == {"forced_bos_token_id": settings[begins]}
 
 
-def test_whisper_is_told_the_language_by_name(models):
+def test_whisper_gets_the_language_by_name(models):
     for language in ("german", "de"):
         loaded = load(models, "whisper", *SPEECH, "--src_lang", language)
         assert loaded.settings == {"language": language}
@@ -158,7 +158,7 @@ def test_whisper_is_told_the_language_by_name(models):
         assert loaded.model.generate(features, **loaded.settings).shape[0] == 1
 
 
-def test_dtype_of_the_weights(bart, tmp_path):
+def test_dtype_is_that_of_the_weights(bart, tmp_path):
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(bart, dtype=torch.bfloat16)
     model.save_pretrained(shutil.copytree(bart, tmp_path / "bart"))
     for flags in ((), ("--dtype", "auto"), ("--bf16",)):
@@ -174,8 +174,8 @@ def test_attn_implementation_is_the_librarys(models):
 
 
 @pytest.mark.parametrize(("memory", "places"), [("20KB", {"cpu", "disk"}), ("6KB", {"disk"})])
-def test_device_map_auto_puts_what_does_not_fit_on_disk(memory, places, gpt2, tmp_path, monkeypatch, capsys):
-    """With the records of a run without it."""
+def test_device_map_auto_offloads_to_disk(memory, places, gpt2, tmp_path, monkeypatch, capsys):
+    """The records are those of a run without it."""
     pytest.importorskip("accelerate")
     source, flags = write_lines(tmp_path / "in.txt", sentences(9)), ("--causal_lm", "--bs", 4, "--beam", 4)
     assert command(gpt2, source, tmp_path / "whole", *flags) == 0, capsys.readouterr().err
@@ -216,13 +216,13 @@ def test_the_tokenizers_own_limit_counts(models, tmp_path):
         ("gpt2", ("--causal_lm", "--truncation", "--max_tokenizer_length", 60), POSITIONS - 6, (POSITIONS - 6, "")),
     ],
 )
-def test_inputs_are_truncated_only_where_that_is_asked_for(models, model, flags, truncate_to, limit):
+def test_inputs_are_truncated_only_on_request(models, model, flags, truncate_to, limit):
     length, (number, why) = lengths_of_inputs(load(models, model, *flags))
     assert (length, number) == (truncate_to, limit[0])
     assert limit[1] in why
 
 
-def test_flags_of_fastseq_that_change_nothing_are_taken(models, capsys):
+def test_flags_of_fastseq_without_effect_are_accepted(models, capsys):
     flags = ("--padding", "max_length", "--return_tensors=pt", "--no-truncation", "--output-summaries-only")
     assert load(models, "bart", *flags).settings == load(models, "bart").settings
     notes = [f"note: --{name} changes nothing" for name in ("padding", "return_tensors", "output_summaries_only")]
@@ -232,10 +232,8 @@ def test_flags_of_fastseq_that_change_nothing_are_taken(models, capsys):
 CHAT = ("--causal_lm", "--chat")
 UNFIT = [
     ("bart", ("--gen", "num_beam=4"), "--gen num_beam=4", "did you mean num_beams?"),
-    ("bart", ("--max_new_tokens", 65), "--max_new_tokens 65", "up to 64"),
-    ("bart", ("--max_tokenizer_length", 65), "--max_tokenizer_length 65", "up to 64"),
-    ("bart", ("--decoder_start_token_id", 64), "--decoder_start_token_id 64", "up to 63"),
-    ("bart", ("--eos_token_id", 999), "--eos_token_id 999", "up to 63"),
+    *(("bart", (flag, 65), f"{flag} 65", "up to 64") for flag in ("--max_new_tokens", "--max_tokenizer_length")),
+    *(("bart", (flag, 64), f"{flag} 64", "up to 63") for flag in ("--decoder_start_token_id", "--eos_token_id")),
     ("bart", ("--gen", "language=de"), "--gen language=de", "no such setting"),
     ("bart", ("--gen", "cache_implementation=none"), "--cache_implementation none"),
     ("bart", ("--gen", 'watermarking_config={"hue": 4}'), "--watermarking_config", "hue"),
@@ -248,8 +246,7 @@ UNFIT = [
     ("bart", ("--gen", "num_return_sequences=2", "--join_outputs"), "--num_return_sequences 2", "without beam"),
     ("bart", ("--beam", 2, "--num_return_sequences", 3, "--join_outputs"), "--beam 2, --num_return_sequences 3"),
     ("bart", ("--forced_bos_token", "word1 word2"), "--forced_bos_token word1 word2", "one token"),
-    ("bart", ("--src_lang", "en"), "--src_lang en", "no languages"),
-    ("bart", ("--tgt_lang", "en"), "--tgt_lang en", "no languages"),
+    *(("bart", (flag, "en"), f"{flag} en", "no languages") for flag in ("--src_lang", "--tgt_lang")),
     ("nllb", ("--tgt_lang", "fr"), "--tgt_lang fr", "fra_Latn"),
     ("m2m100", ("--src_lang", "eng"), "--src_lang eng", "en, "),
     ("mbart", ("--tgt_lang", "ro_RO", "--decoder_start_token_id", 5), "--decoder_start_token_id 5", "--tgt_lang ro_RO"),
@@ -257,9 +254,7 @@ UNFIT = [
     ("whisper", (*SPEECH, "--tgt_lang", "de"), "--tgt_lang de", "task=translate"),
     ("whisper", (), "whisper", "--task automatic-speech-recognition"),
     ("bart", SPEECH, "bart", "accepted without --causal_lm"),
-    ("bart", ("--device", "toaster 3"), "--device toaster 3"),
-    ("bart", ("--device", "cuda:99"), "--device cuda:99"),
-    ("bart", ("--device", "meta"), "--device meta"),
+    *(("bart", ("--device", device), f"--device {device}") for device in ("toaster 3", "cuda:99", "meta")),
     ("bart", ("--attn_implementation", "tea_ceremony"), "--attn_implementation tea_ceremony"),
     ("gpt2", CHAT, "--chat", "no chat template"),
     ("gpt2", ("--causal_lm", "--max_gen_length", 1), "--max_gen_length 1", "no input fits"),
@@ -268,7 +263,7 @@ UNFIT = [
 
 
 @pytest.mark.parametrize(("model", "flags", "named"), [(model, flags, named) for model, flags, *named in UNFIT])
-def test_what_the_model_cannot_follow_is_refused(models, model, flags, named):
+def test_settings_that_the_model_cannot_follow_are_refused(models, model, flags, named):
     message = refused(models, model, *flags)
     if model == "nllb" and not has_languages(models, model):
         named = ["--tgt_lang fr", "no languages"]
@@ -276,7 +271,7 @@ def test_what_the_model_cannot_follow_is_refused(models, model, flags, named):
         assert text in message
 
 
-def test_several_outputs_are_refused_wherever_they_come_from(models, tmp_path):
+def test_several_outputs_are_refused_from_any_source(models, tmp_path):
     (tmp_path / "settings.json").write_text('{"num_return_sequences": 2, "num_beams": 2}')
     flags = ("--generation_config", tmp_path / "settings.json")
     for named in ("--num_return_sequences 2", "--output_format jsonl", "--join_outputs"):
@@ -303,7 +298,7 @@ def test_bad_files_of_settings_are_refused(models, tmp_path, content, named):
     assert "--generation_config" in message and named in message
 
 
-def test_a_chat_template_is_tried_before_anything_is_read(gpt2, tmp_path):
+def test_a_chat_template_is_tried_before_input_is_read(gpt2, tmp_path):
     template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
     copy_with_template(gpt2, tmp_path / "any", template)
     load(tmp_path, "any", *CHAT, "--system", "word1")

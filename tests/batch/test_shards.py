@@ -1,4 +1,4 @@
-"""Shards write, all together, what one run writes; --merge puts it in order, and says which shards are missing."""
+"""Shards together write the records of one run; --merge orders them, and names missing shards."""
 
 import gzip
 import json
@@ -31,7 +31,7 @@ def run(model: Path, source: Path, output: Path, *flags: object) -> int:
 
 
 def run_shards(model: Path, source: Path, output: Path, shards: int, *flags: object) -> list[int]:
-    """The statuses of all shards of a run."""
+    """Runs all shards; returns their statuses."""
     each = [("--num_shards", shards, "--shard_id", shard) for shard in range(shards)]
     return [run(model, source, output, *flags, *shard) for shard in each]
 
@@ -42,19 +42,19 @@ def test_shards_write_what_one_run_writes(bart, source, tmp_path, shards):
     assert sum(run_shards(bart, source, tmp_path / "out", shards, *FLAGS)) == 1  # in one of them
     assert run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", shards, "--merge") == 1
     assert (tmp_path / "out").read_bytes() == (tmp_path / "one").read_bytes()
-    made, one = (json.loads((tmp_path / f"{name}.run.json").read_bytes()) for name in ("out", "one"))
-    del made["signature"]["--seed"], one["signature"]["--seed"]  # drawn
-    assert made == one
+    merged, single = (json.loads((tmp_path / f"{name}.run.json").read_bytes()) for name in ("out", "one"))
+    del merged["signature"]["--seed"], single["signature"]["--seed"]  # drawn
+    assert merged == single
 
 
 def test_samples_of_shards_are_those_of_one_run(gpt2, source, tmp_path, capsys):
-    one, output = tmp_path / "one.txt.gz", tmp_path / "out.txt.gz"
-    run(gpt2, source, one, *SAMPLING)
+    single, output = tmp_path / "one.txt.gz", tmp_path / "out.txt.gz"
+    run(gpt2, source, single, *SAMPLING)
     run_shards(gpt2, source, output, 3, *SAMPLING)
     assert len(gzip.decompress((tmp_path / "out-00001-of-00003.txt.gz").read_bytes()).splitlines()) == 46
     run(gpt2, source, output, *SAMPLING, "--num_shards", 3, "--merge")
-    assert output.read_bytes() == one.read_bytes()
-    # What was merged is known as what one run would have written.
+    assert output.read_bytes() == single.read_bytes()
+    # A merged output is recognised like that of one run.
     capsys.readouterr()
     assert command(gpt2, source, output, *SAMPLING, "--resume") == 1
     assert "is complete: the same run wrote it" in capsys.readouterr().err
@@ -98,7 +98,7 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
 
 
 def array(task: int, *tasks: int) -> dict[str, str]:
-    """The variables of a task of `sbatch --array=TASKS`."""
+    """Returns the variables of a task of `sbatch --array=TASKS`."""
     values = {"ID": task, "MIN": min(tasks), "MAX": max(tasks), "COUNT": len(tasks), "STEP": 1}
     return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in values.items()}
 
@@ -115,16 +115,16 @@ def array(task: int, *tasks: int) -> dict[str, str]:
         (array(0, 0, 3), (0, None)),
         (array(8, *range(1, 9)), (8, None)),
         (array(6, *range(0, 8, 2)), (6, None)),
-        (TORCHRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, (3, 8)),  # torchrun inside of srun
+        (TORCHRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, (3, 8)),  # torchrun inside srun
         ({"JOB_COMPLETION_INDEX": "4"}, (4, None)),
     ],
 )
-def test_auto_is_what_the_launcher_says(environ, expected):
+def test_auto_takes_the_numbers_of_the_launcher(environ, expected):
     assert place(environ) == expected
 
 
 @pytest.mark.parametrize("task", [3, 6])
-def test_part_of_an_array_makes_the_shards_it_names(task):
+def test_part_of_an_array_runs_the_shards_it_names(task):
     args = of_launcher(parsed("--num_shards", "8", "--shard_id", "auto"), array(task, 3, 6))
     assert (args.shard_id, args.output) == (task, f"out-{task:05}-of-00008.txt")
 
@@ -133,9 +133,9 @@ def parsed(*flags: str, output: str = "out.txt"):
     return parse_arguments(["demo", "in.txt", output, *flags])
 
 
-def test_launchers_are_asked_with_auto_only():
-    given = of_launcher(parsed("--num_shards", "2", "--shard_id", "1"), TORCHRUN)
-    assert (given.num_shards, given.shard_id, given.output, given.seed) == (2, 1, "out-00001-of-00002.txt", 0)
+def test_launchers_are_read_with_auto_only():
+    shard = of_launcher(parsed("--num_shards", "2", "--shard_id", "1"), TORCHRUN)
+    assert (shard.num_shards, shard.shard_id, shard.output, shard.seed) == (2, 1, "out-00001-of-00002.txt", 0)
     assert of_launcher(parsed(), TORCHRUN) == parsed()
     both = of_launcher(parsed("--num_shards", "auto", "--shard_id", "auto", "--seed", "4"), TORCHRUN)
     assert (both.num_shards, both.shard_id, both.output, both.seed) == (8, 3, "out-00003-of-00008.txt", 4)
@@ -155,16 +155,12 @@ def test_launchers_are_asked_with_auto_only():
         (("--num_shards", "3", "--shard_id", "auto"), TORCHRUN, "--shard_id 3 (accepted: 0 to 2): auto takes it from"),
         (("--num_shards", "8", "--shard_id", "auto"), array(8, *range(1, 9)), "with --array=0-7"),
         (AUTO, array(3, 3, 6), "SLURM_ARRAY_TASK_ID=3, SLURM_ARRAY_TASK_MIN=3"),
-        (
-            ("--num_shards", "auto", "--shard_id", "0"),
-            array(1, 1, 2, 3),
-            "--num_shards N, or a whole Slurm array",
-        ),
+        (("--num_shards", "auto", "--shard_id", "0"), array(1, 1, 2, 3), "--num_shards N, or a whole Slurm array"),
         (AUTO, {"JOB_COMPLETION_INDEX": "4"}, "JOB_COMPLETION_INDEX=4 does not say how many shards there are"),
         (("--num_shards", "2", "--shard_id", "1", "--reference_path", "r"), {}, "--reference_path r does not go with"),
     ],
 )
-def test_flags_of_shards_that_do_not_go_together(flags, environ, message):
+def test_contradicting_flags_of_shards_are_refused(flags, environ, message):
     with pytest.raises(InputError) as error:
         of_launcher(parsed(*flags), environ)
     assert message in str(error.value)
@@ -183,12 +179,12 @@ def test_streams_have_no_shards():
         ("s3://bucket/out.txt", "s3://bucket/out-00003-of-00008.txt"),
     ],
 )
-def test_the_name_of_a_shard_keeps_its_ends(output, expected):
+def test_the_name_of_a_shard_keeps_its_suffixes(output, expected):
     assert output_of(output, 3, 8) == expected
 
 
 def test_a_shard_without_lines_loads_no_model(bart, source, tmp_path, monkeypatch):
-    """There are three blocks of lines."""
+    """The input has three blocks of lines."""
     monkeypatch.setattr(Task, "load", lambda self: pytest.fail("the model is loaded"))
     assert run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", 4, "--shard_id", 3) == 0
     assert (tmp_path / "out-00003-of-00004").read_bytes() == b""
@@ -196,8 +192,8 @@ def test_a_shard_without_lines_loads_no_model(bart, source, tmp_path, monkeypatc
     assert run(bart, source, tmp_path / "none") == 0 and (tmp_path / "none").read_bytes() == b""
 
 
-def test_scores_of_shards_and_of_a_resumed_run_are_those_of_one(tmp_path):
-    """To the last bit, where captured steps that batches before have left could be replayed sooner."""
+def test_scores_of_shards_and_of_resumed_runs_are_bit_equal(tmp_path):
+    """Steps captured by earlier batches must not be replayed sooner than in one run."""
     llama, out = save_llama(tmp_path / "llama"), tmp_path / "out"
     source = write_lines(tmp_path / "in.txt", sentences(48, longest=9))
     flags = ("--causal_lm", *FLAGS[:2], "--window", 4, "--beam", 3, "--max_new_tokens", 100, *FLAGS[4:])

@@ -1,4 +1,4 @@
-"""The signature of a run changes with everything that can change what it writes, and with nothing else."""
+"""The signature of a run changes with everything that can change its output, and with nothing else."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ def sign(bart: Path | str, survey: Survey | None = SURVEY, **flags: object) -> d
 
 
 def changes(before: dict, now: dict) -> list[str]:
-    """As --resume would name them, of the signature that it has read from its file."""
+    """Returns the changes that --resume would name for a signature read from its file."""
     return differences(json.loads(json.dumps(before)), now)
 
 
@@ -33,23 +33,14 @@ def test_the_same_model_in_another_folder_has_the_same_signature(bart, tmp_path)
     assert changes(sign(bart), sign(copy)) == []
 
 
-def test_flags_that_only_say_how_it_is_run_do_not_count(bart):
-    other = {
-        "input": "copy.txt",
-        "output": "other.txt",
-        "resume": True,
-        "overwrite": True,
-        "quiet": True,
-        "preprocess_workers": 4,
-        "postprocess_workers": 4,
-        "reference_path": "references.txt",
-        "reference_field": "good",
-        "score_path": "scores.json",
-    }
+def test_flags_that_change_no_output_do_not_count(bart):
+    other = dict.fromkeys(("input", "output", "reference_path", "reference_field", "score_path"), "other")
+    other |= dict.fromkeys(("resume", "overwrite", "quiet"), True)
+    other |= dict.fromkeys(("preprocess_workers", "postprocess_workers"), 4)
     assert changes(sign(bart), sign(bart, **other)) == []
 
 
-def test_every_other_flag_counts_also_one_that_comes_later(bart):
+def test_every_other_flag_counts_even_a_future_one(bart):
     beams = [("num_beams", 4)]
     before = sign(bart, gen=beams)
     assert changes(before, sign(bart, gen=[("num_beams", 5)])) == ["num_beams was 4, is 5"]
@@ -67,7 +58,7 @@ def test_every_other_flag_counts_also_one_that_comes_later(bart):
     assert "thought_of_later was not given, is 1" in changes(before, now)
 
 
-def test_the_input_counts_by_what_is_in_it(bart):
+def test_the_input_counts_by_its_content(bart):
     expected = ["INPUT's content changed", "INPUT's number of lines was 3, is 4"]
     assert changes(sign(bart), sign(bart, Survey(4, "1" * 64))) == expected
     assert changes(sign(bart, None), sign(bart, None)) == []
@@ -75,7 +66,7 @@ def test_the_input_counts_by_what_is_in_it(bart):
 
 @pytest.mark.parametrize("size", [module.LARGE_FILE, 4096])
 def test_a_change_of_the_model_is_named_by_its_file(bart, tmp_path, monkeypatch, size):
-    """Of large files samples count."""
+    """Only samples of large files are hashed."""
     monkeypatch.setattr(module, "LARGE_FILE", size)
     monkeypatch.setattr(module, "SAMPLES", 8)
     before = sign(bart)
@@ -94,7 +85,7 @@ def test_a_change_of_the_model_is_named_by_its_file(bart, tmp_path, monkeypatch,
 
 def test_a_model_of_the_hub_counts_by_its_known_commit():
     early = sign("facebook/bart-base")
-    one, other = (with_commit(early, SimpleNamespace(_commit_hash=each)) for each in ("a1", "b2"))
-    assert changes(one, early) == [] == changes(one, dict(one))
-    assert changes(one, other) == ['MODEL\'s commit was "a1", is "b2"']
-    assert '"facebook/bart-base", is "facebook/bart-large"' in changes(one, sign("facebook/bart-large"))[0]
+    first, other = (with_commit(early, SimpleNamespace(_commit_hash=each)) for each in ("a1", "b2"))
+    assert changes(first, early) == [] == changes(first, dict(first))
+    assert changes(first, other) == ['MODEL\'s commit was "a1", is "b2"']
+    assert '"facebook/bart-base", is "facebook/bart-large"' in changes(first, sign("facebook/bart-large"))[0]

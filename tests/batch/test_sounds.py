@@ -1,4 +1,4 @@
-"""Tasks that speak: the sounds of a plain loop, whole files beside OUTPUT, and runs that go on."""
+"""Tasks that speak: the sounds of a plain loop, whole files next to OUTPUT, and resumed runs."""
 
 import functools
 import json
@@ -27,21 +27,21 @@ TO_FRENCH = ("--src_lang", "eng", "--tgt_lang", "fra")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A model's folder, made once."""
-    made: dict[tuple, Path] = {}
+    """Returns the folder of a model, saved once."""
+    saved: dict[tuple, Path] = {}
 
     def folder(save: Callable[..., Path], *details: str) -> Path:
         key = (save, *details)
-        if key not in made:
-            made[key] = save(tmp_path_factory.mktemp("model"), *details)
-        return made[key]
+        if key not in saved:
+            saved[key] = save(tmp_path_factory.mktemp("model"), *details)
+        return saved[key]
 
     return folder
 
 
 @pytest.fixture
 def sounds(tmp_path):
-    """Paths of four files of noise of 16 kHz."""
+    """Returns paths of four files of noise at 16 kHz."""
     draw = np.random.default_rng(0)
     for number in range(4):
         soundfile.write(tmp_path / f"{number}.wav", draw.normal(scale=0.1, size=8000 + 1000 * number), 16000)
@@ -58,25 +58,25 @@ def records(output: Path) -> list[dict[str, Any]]:
 
 
 def spoken(output: Path) -> list[np.ndarray]:
-    """The sounds that OUTPUT names, which are as long as it says."""
-    found = []
+    """Returns the sounds that OUTPUT names, and asserts their lengths."""
+    sounds = []
     for record in records(output):
         [described] = record["outputs"]
         samples, rate = soundfile.read(described["path"], dtype="float32")
         assert (rate, len(samples) / rate) == (described["sampling_rate"], described["seconds"])
-        found.append(samples)
-    return found
+        sounds.append(samples)
+    return sounds
 
 
-def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
-    assert [len(one) for one in found] == [len(one) for one in expected]
-    for one, other in zip(found, expected, strict=True):
-        assert len(one) and np.abs(other).max() > 1e-3
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+def assert_same(waveforms: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    assert [len(waveform) for waveform in waveforms] == [len(waveform) for waveform in expected]
+    for waveform, other in zip(waveforms, expected, strict=True):
+        assert len(waveform) and np.abs(other).max() > 1e-3
+        np.testing.assert_allclose(waveform, other, rtol=0, atol=1e-5)
 
 
 def plain_calls(folder: Path, kind: str, inputs: list[Any], bs: int, **settings: Any) -> list[Any]:
-    """What a user would write; what generate returns for each batch."""
+    """Returns the results of generate for each batch of a loop as users write it."""
     model = getattr(transformers, kind).from_pretrained(folder)
     processor = transformers.AutoProcessor.from_pretrained(folder)
     returned = []
@@ -116,17 +116,17 @@ def test_seamless_speaks_texts_as_in_a_plain_loop(tmp_path, folders, version, ca
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_seamless_speaks_what_it_hears(tmp_path, folders, sounds, version):
+def test_seamless_translates_speech_to_speech(tmp_path, folders, sounds, version):
     folder = folders(save_seamless, version, "ForSpeechToSpeech")
     lines = [sounds[0], sounds[1], str(tmp_path / "none.wav"), sounds[2], sounds[3]]
     flags = ("--task", "speech-to-speech", "--tgt_lang", "fra", "--bs", "2")
     output = run(tmp_path, folder, lines, *flags, status=1)
     heard = [soundfile.read(path, dtype="float32")[0] for path in sounds]
     expected = plain_sounds(folder, f"{version}ForSpeechToSpeech", heard, 2)
-    found = records(output)
-    assert found[2]["outputs"] == [] and "there is no such file" in found[2]["error"]
+    answers = records(output)
+    assert answers[2]["outputs"] == [] and "there is no such file" in answers[2]["error"]
     assert not (tmp_path / "out.jsonl.audio" / "000003.wav").exists()
-    described = [record["outputs"][0]["path"] for record in found if record["outputs"]]
+    described = [record["outputs"][0]["path"] for record in answers if record["outputs"]]
     assert_same([soundfile.read(path, dtype="float32")[0] for path in described], expected)
 
 
@@ -146,7 +146,7 @@ def test_seamless_writes_text(tmp_path, folders, sounds, task, kind, capsys):
 
 
 def full_at(name: str) -> Callable[[Path, bytes], int]:
-    """What `Path.write_bytes` is on a disk that becomes full in the middle of this file."""
+    """Returns a `Path.write_bytes` whose disk becomes full in the middle of this file."""
     write = Path.write_bytes
 
     def full(self: Path, data: bytes) -> int:
@@ -159,14 +159,14 @@ def full_at(name: str) -> Callable[[Path, bytes], int]:
 
 
 @pytest.mark.parametrize("ends_at", ["a sound", "the name of OUTPUT"])
-def test_a_resumed_run_writes_what_is_not_whole_again(tmp_path, folders, monkeypatch, ends_at, capsys):
+def test_a_resumed_run_writes_incomplete_sounds_again(tmp_path, folders, monkeypatch, ends_at, capsys):
     folder, flags = folders(save_seamless, "SeamlessM4Tv2"), (*T2S, *TO_FRENCH, "--bs", "1")
     expected = spoken(run(tmp_path, folder, TEXTS, *flags, name="whole.jsonl"))
     output, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part.audio"
     with monkeypatch.context() as patched:
         if ends_at == "a sound":
             patched.setattr(Path, "write_bytes", full_at("000003.wav"))
-        else:  # the folder has its name then, and OUTPUT has not
+        else:  # the folder has its name, and OUTPUT does not exist yet
             patched.setattr("os.replace", _fail_for(output))
         run(tmp_path, folder, TEXTS, *flags, status=1)
     error = capsys.readouterr().err
@@ -191,7 +191,7 @@ def _fail_for(output: Path) -> Callable[..., None]:
     return fail
 
 
-def test_sounds_that_are_there_stay_until_others_are_complete(tmp_path):
+def test_earlier_sounds_stay_until_new_ones_are_complete(tmp_path):
     args, samples = BatchConfig("model", "in", str(tmp_path / "out"), task="text-to-speech"), np.ones(9, np.float32)
 
     def begun(number: int) -> SoundFolder:
@@ -209,7 +209,7 @@ def test_sounds_that_are_there_stay_until_others_are_complete(tmp_path):
     assert [path.name for path in (tmp_path / "out.audio").iterdir()] == ["000002.wav"]
 
 
-def test_output_without_its_sounds_is_refused_and_the_other_way(tmp_path, folders, capsys):
+def test_output_without_sounds_and_sounds_without_it_are_refused(tmp_path, folders, capsys):
     folder, flags = folders(save_seamless, "SeamlessM4Tv2"), (*T2S, *TO_FRENCH)
     output = run(tmp_path, folder, TEXTS[:1], *flags)
     run(tmp_path, folder, TEXTS[:1], *flags, status=2)
@@ -226,8 +226,8 @@ def test_a_sound_of_no_length_is_a_failed_input(tmp_path, folders, monkeypatch):
     generate = kind.generate
 
     @functools.wraps(generate)
-    def short(self: Any, *args: Any, **given: Any) -> Any:
-        waveforms, lengths, *more = generate(self, *args, **given)
+    def short(self: Any, *args: Any, **arguments: Any) -> Any:
+        waveforms, lengths, *more = generate(self, *args, **arguments)
         lengths.reshape(-1)[0] = 0
         return waveforms, lengths, *more
 
@@ -267,14 +267,14 @@ def test_flags_that_contradict_a_task_are_named(tmp_path, capsys, flags, message
         (save_bart, T2S, "bart cannot generate with --task text-to-speech (accepted without"),
     ],
 )
-def test_what_a_model_cannot_do_is_named(tmp_path, folders, capsys, save, flags, message):
+def test_a_task_that_the_model_cannot_do_is_named(tmp_path, folders, capsys, save, flags, message):
     output = run(tmp_path, folders(save), ["word1"], *flags, status=2)
     assert message in capsys.readouterr().err
     assert list(tmp_path.glob(f"{output.name}*")) == []
 
 
 def test_files_of_sound_keep_every_sample(tmp_path):
-    """Also beside the file that OUTPUT is a link to."""
+    """They are next to the file that OUTPUT links to."""
     samples = np.array([0.1, -1.5, 1e-9], np.float32)
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "there" / "out")
@@ -285,5 +285,5 @@ def test_files_of_sound_keep_every_sample(tmp_path):
         folder.complete(overwrite=False)
     assert path == str(tmp_path / "other.audio" / "000007.wav")
     assert Path(path).read_bytes() == (tmp_path / "there" / "out.audio" / "000007.wav").read_bytes()
-    found, rate = soundfile.read(path, dtype="float32")
-    assert np.array_equal(found, samples) and rate == 8000 and soundfile.info(path).subtype == "FLOAT"
+    stored, rate = soundfile.read(path, dtype="float32")
+    assert np.array_equal(stored, samples) and rate == 8000 and soundfile.info(path).subtype == "FLOAT"

@@ -1,4 +1,4 @@
-"""Threads before and behind the model hand things on in order, are bounded and raise what goes wrong."""
+"""Threads before and after the model keep the order, are bounded and pass errors on."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ def threads(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
 
 
-def test_no_more_is_taken_ahead_than_there_is_room_for():
+def test_no_more_items_are_read_ahead_than_the_limit():
     taken: list[int] = []
 
     def items() -> Iterator[int]:
@@ -33,18 +33,18 @@ def test_no_more_is_taken_ahead_than_there_is_room_for():
             yield number
 
     ahead = iter(Ahead(items(), 3, "fastgen-test"))
-    wait_until(lambda: len(taken) == 4)  # one is in the hands of the thread
+    wait_until(lambda: len(taken) == 4)  # the thread holds one
     time.sleep(0.1)
     assert len(taken) == 4
     assert list(ahead) == list(range(20))
 
 
-def test_who_waits_for_an_item_is_told_when_there_will_be_none():
-    go_on, seen = threading.Event(), []
+def test_a_waiting_reader_learns_of_the_end():
+    resume, seen = threading.Event(), []
 
     def items() -> Iterator[int]:
         yield 1
-        go_on.wait()
+        resume.wait()
 
     ahead = Ahead(items(), 3, "fastgen-test")
     thread = threading.Thread(target=lambda: seen.extend(ahead))
@@ -52,7 +52,7 @@ def test_who_waits_for_an_item_is_told_when_there_will_be_none():
     ahead.stop()
     thread.join()
     assert seen in ([], [1])
-    go_on.set()
+    resume.set()
     wait_until(lambda: not threads("fastgen-test"))
 
 
@@ -70,7 +70,7 @@ def items(lines: list[Line]) -> list[Item]:
     return [Item(line, length=1) for line in lines]
 
 
-def test_chunks_are_batched_in_their_order_whoever_is_done_first():
+def test_chunks_are_batched_in_order_however_workers_finish():
     def late(lines: list[Line]) -> list[Item]:
         time.sleep(0.02 if lines[0].number % 4 == 1 else 0.0)
         return items(lines)
@@ -87,7 +87,7 @@ def test_a_prefetcher_that_is_stopped_leaves_no_threads():
         wait_until(lambda name=name: not threads(name))
 
 
-def test_what_a_worker_raises_comes_after_the_batches_before_it():
+def test_an_error_of_a_worker_comes_after_earlier_batches():
     def prepare(lines: list[Line]) -> list[Item]:
         if lines[0].number > 2 * BATCHES_AHEAD:
             raise ValueError("a bad task")
@@ -101,8 +101,8 @@ def test_what_a_worker_raises_comes_after_the_batches_before_it():
     ahead.stop()  # its reader waits for room
 
 
-def behind_the_model(write: Callable[[int], None], workers: int = 3) -> tuple[Pipeline, list[int]]:
-    """A pipeline that writes the numbers of its batches, and the numbers of those that the model has had."""
+def after_the_model(write: Callable[[int], None], workers: int = 3) -> tuple[Pipeline, list[int]]:
+    """Returns a pipeline that writes the numbers of its batches, and the numbers that the model has seen."""
     generated: list[int] = []
 
     def generate(batch: Batch) -> list[int]:
@@ -127,34 +127,42 @@ def run_all(pipeline: Pipeline, number: int) -> None:
             pass
         pipeline.close()
     finally:
-        pipeline.kill()  # a pipeline that raised would leave threads to the next test
+        pipeline.kill()  # so that no threads are left to the next test
 
 
 def test_batches_are_written_in_their_order_by_several_workers():
     written: list[int] = []
-    run_all(behind_the_model(written.append)[0], 40)
+    run_all(after_the_model(written.append)[0], 40)
     assert written == [*range(40)]
 
 
-def test_the_model_waits_while_too_much_is_not_written():
-    go_on, written = threading.Event(), []
+@pytest.fixture
+def blocked():
+    """A function that writes numbers once an event is set; the event, and the written numbers."""
+    resume, written = threading.Event(), []
 
     def write(number: int) -> None:
-        go_on.wait()
+        resume.wait()
         written.append(number)
 
-    pipeline, generated = behind_the_model(write, workers=1)
+    yield write, resume, written
+    resume.set()
+
+
+def test_the_model_waits_for_unwritten_batches(blocked):
+    write, resume, written = blocked
+    pipeline, generated = after_the_model(write, workers=1)
     thread = threading.Thread(target=run_all, args=(pipeline, 20))
     thread.start()
     wait_until(lambda: len(generated) == RESULTS_PER_WORKER + 1)
     time.sleep(0.1)
     assert len(generated) == RESULTS_PER_WORKER + 1
-    go_on.set()
+    resume.set()
     thread.join()
     assert written == [*range(20)]
 
 
-def test_after_a_batch_that_cannot_be_written_none_is():
+def test_nothing_is_written_after_a_batch_that_cannot_be():
     written: list[int] = []
 
     def full(number: int) -> None:
@@ -163,22 +171,17 @@ def test_after_a_batch_that_cannot_be_written_none_is():
         written.append(number)
 
     with pytest.raises(OSError, match="the disk is full"):
-        run_all(behind_the_model(full)[0], 40)
+        run_all(after_the_model(full)[0], 40)
     assert written == [*range(5)]
 
 
-def test_a_killed_pipeline_does_not_wait_for_a_write():
-    go_on, written = threading.Event(), []
-
-    def write(number: int) -> None:
-        go_on.wait()
-        written.append(number)
-
-    pipeline, _ = behind_the_model(write)
+def test_a_killed_pipeline_does_not_wait_for_a_write(blocked):
+    write, resume, written = blocked
+    pipeline, _ = after_the_model(write)
     for _ in pipeline.run(numbered(5)):
         pass
-    pipeline.kill()  # comes back, although nothing can be written
+    pipeline.kill()  # returns, although nothing can be written
     assert written == []
-    go_on.set()
+    resume.set()
     wait_until(lambda: not threads("fastgen-detokenise"))
     assert written in ([], [0], [0, 1], [0, 1, 2])

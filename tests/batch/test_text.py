@@ -1,4 +1,4 @@
-"""Lines of INPUT become the token ids that a plain call of the tokenizer gives; a bad line is its own error only."""
+"""Lines of INPUT become the tokens of a plain call of the tokenizer; a bad line is an error of its own only."""
 
 import json
 from typing import Any
@@ -26,7 +26,7 @@ TEXTS = sentences(20)
 
 @pytest.fixture(scope="module")
 def tokenizer(bart):
-    """Puts <s> and </s> around every text."""
+    """A tokenizer that puts <s> and </s> around every text."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(bart)
     tokenizer.chat_template = TEMPLATE
     return tokenizer
@@ -34,7 +34,7 @@ def tokenizer(bart):
 
 @pytest.fixture
 def prepare(tokenizer):
-    """Prepares lines given as text or bytes, with plain text as the format where nothing else is said."""
+    """Prepares lines of text or bytes, by default as plain text."""
 
     def prepare_lines(
         lines: list[str | bytes],
@@ -57,7 +57,7 @@ def asked(jsonl: bool = False, **flags: Any) -> BatchConfig:
 
 
 def are_empty(prepared: list[Item]) -> bool:
-    """Whether there is nothing in these lines, and nothing wrong with them."""
+    """Returns whether these lines are empty and without errors."""
     return all((each.arrays, each.length, each.error) == (None, 0, None) for each in prepared)
 
 
@@ -74,9 +74,9 @@ def records(texts: list[Any], **fields: Any) -> list[str]:
 def test_text_is_tokenized_as_by_a_plain_call(prepare, tokenizer, length):
     truncation = {} if length is None else {"truncation": True, "max_length": length}
     expected = tokenizer(["word1 " + text for text in TEXTS], **truncation)["input_ids"]
-    found = prepare(TEXTS, prefix="word1 ", max_tokenizer_length=length)
-    assert ids(found) == expected
-    assert {each.arrays["input_ids"].dtype for each in found} == {np.dtype(np.int64)}
+    items = prepare(TEXTS, prefix="word1 ", max_tokenizer_length=length)
+    assert ids(items) == expected
+    assert {each.arrays["input_ids"].dtype for each in items} == {np.dtype(np.int64)}
     assert ids(prepare(records(TEXTS), jsonl=True, prefix="word1 ", max_tokenizer_length=length)) == expected
 
 
@@ -103,32 +103,34 @@ def test_nothing_is_generated_for_text_without_tokens(prepare, gpt2):
     assert are_empty(prepare(["\x00", "word1"], dropping)[:1])
 
 
+KINDS = {"17": "a number", "null": "null", "false": "true or false", "{}": "an object", '["a"]': "a list"}
+KINDS |= {'"text"': "a string"}
+
+
 @pytest.mark.parametrize(
     ("line", "error"),
     [
         (b'{"text": "\xff"}', "is not UTF-8 text (invalid start byte at byte 11)"),
         ('{"text": "a"', "is not JSON that can be read (Expecting ',' delimiter: line 1 column 13 (char 12))"),
         ('{"text": "a\tb"}', "is not JSON that can be read (Invalid control character at: line 1 column 12 (char 11))"),
-        ("[1, 2]", "is a list (accepted: a JSON object)"),
-        ('"text"', "is a string (accepted: a JSON object)"),
-        ("17", "is a number (accepted: a JSON object)"),
+        *((value, f"is {kind} (accepted: a JSON object)") for value, kind in KINDS.items() if kind != "an object"),
         ("[" * 100_000, "is not JSON that can be read (maximum recursion depth exceeded"),
         ('{"id": 1, "article": "a"}', 'has no field "text" (its fields: "id", "article")'),
         ("{}", 'has no field "text" (its fields: none)'),
         (json.dumps(dict.fromkeys(map(str, range(100)))), '(its fields: "0", "1", "2", '),
-        ('{"text": 17}', 'has a number in its field "text" (accepted: a string)'),
-        ('{"text": null}', 'has null in its field "text" (accepted: a string)'),
-        ('{"text": false}', 'has true or false in its field "text" (accepted: a string)'),
-        ('{"text": {}}', 'has an object in its field "text" (accepted: a string)'),
-        ('{"text": ["a"]}', 'has a list in its field "text" (accepted: a string'),
+        *(
+            (f'{{"text": {value}}}', f'has {kind} in its field "text" (accepted: a string')
+            for value, kind in KINDS.items()
+            if kind != "a string"
+        ),
         ('{"text": [{"role": "user", "content": "a"}]}', "(accepted: a string; messages with --causal_lm --chat)"),
     ],
 )
-def test_bad_records_say_what_was_found(prepare, line, error):
+def test_errors_of_bad_records_quote_them(prepare, line, error):
     good = records(["word1"])[0]
-    before, found, after = prepare([good, line, good], jsonl=True)
-    assert error in found.error
-    assert found.arrays is None
+    before, bad, after = prepare([good, line, good], jsonl=True)
+    assert error in bad.error
+    assert bad.arrays is None
     assert ids([before, after]) == [[0, 5, 2]] * 2
 
 
@@ -148,7 +150,7 @@ def test_a_path_reaches_fields_inside_of_fields(prepare):
     assert are_empty(prepare([json.dumps(NESTED)], jsonl=True, text_field="none.0.text"))
 
 
-def test_a_path_that_leads_nowhere_says_how_far_it_went(prepare):
+def test_a_path_to_a_missing_field_names_the_part_that_exists(prepare):
     paths = {
         "article.name": 'in "article": "title", "parts"',
         "article.parts.2": 'in "article.parts": "0", "1"',
@@ -163,14 +165,14 @@ def test_a_path_that_leads_nowhere_says_how_far_it_went(prepare):
     assert item.error == 'has no field "id" (its fields: "text", "key")'
 
 
-def test_numbers_too_long_for_python_are_their_lines_errors(prepare):
+def test_numbers_too_long_for_python_fail_their_line(prepare):
     lines = [f'{{"text": "word1", "a": [{number}]}}' for number in ("-0.0", "9" * 4000, "9" * 5000)]
     *good, bad = prepare(lines, jsonl=True)
     assert ids(good) == [[0, 5, 2]] * 2
     assert bad.error.startswith("is not JSON that can be read (Exceeds the limit (4300 digits)") and bad.arrays is None
 
 
-def test_only_the_line_fails_on_which_the_tokenizer_raises(prepare, tokenizer):
+def test_an_error_of_the_tokenizer_fails_its_line_only(prepare, tokenizer):
     # Half a surrogate pair, which JSON can write and no tokenizer can read.
     good, bad, other = prepare(['{"text": "word1"}', '{"text": "\\ud800"}', '{"text": "word2"}'], jsonl=True)
     assert bad.error.startswith("cannot be tokenized (TypeError: ")
@@ -181,12 +183,12 @@ def test_only_the_line_fails_on_which_the_tokenizer_raises(prepare, tokenizer):
             raise RuntimeError("what\nis\tthis")
         return tokenizer(texts, **settings)
 
-    found = prepare(["word1", "word9 word1", "", "word2"], raising)
-    assert [each.error for each in found] == [None, "cannot be tokenized (RuntimeError: what is this)", None, None]
-    assert ids([found[0], found[3]]) == tokenizer(["word1", "word2"])["input_ids"]
+    items = prepare(["word1", "word9 word1", "", "word2"], raising)
+    assert [each.error for each in items] == [None, "cannot be tokenized (RuntimeError: what is this)", None, None]
+    assert ids([items[0], items[3]]) == tokenizer(["word1", "word2"])["input_ids"]
 
 
-def test_longer_input_than_the_limit_is_its_lines_error(prepare):
+def test_input_beyond_the_limit_fails_its_line(prepare):
     limit = (5, "MODEL's positions")
     lines = ["word1 word2 word3", "word1 word2 word3 word4"]
     good, bad = prepare(lines, limit=limit)
@@ -209,8 +211,8 @@ ODD_TEXTS = [
 
 @pytest.mark.parametrize("kind", ["words", "demo", "bytes"])
 @pytest.mark.parametrize("text", ODD_TEXTS, ids=range(len(ODD_TEXTS)))
-def test_a_long_text_is_cut_to_what_it_is_truncated_to_or_fails(prepare, tokenizer, kind, text):
-    """The plain call takes the first of so many characters that the cut is far away."""
+def test_a_long_text_has_the_tokens_of_a_plain_call_or_fails(prepare, tokenizer, kind, text):
+    """The plain call gets so many characters that the cut is far away."""
     if kind == "demo":
         tokenizer = transformers.AutoTokenizer.from_pretrained(demo_path())
     elif kind == "bytes":
@@ -223,13 +225,13 @@ def test_a_long_text_is_cut_to_what_it_is_truncated_to_or_fails(prepare, tokeniz
 
     watched.truncation_side = "right"
     settings = {"truncation": True, "max_length": 64}
-    [found] = prepare([text], watched, max_tokenizer_length=64)
+    [item] = prepare([text], watched, max_tokenizer_length=64)
     assert max(seen) <= SHORTEST_LONG_TEXT
     expected = tokenizer(text[: 2 * SHORTEST_LONG_TEXT], **settings)["input_ids"]
     if len(expected) == 64:
-        assert ids([found]) == [expected]
+        assert ids([item]) == [expected]
     else:
-        assert found.error.startswith("has more than 262144 characters, and half of these give other first 64")
+        assert item.error.startswith("has more than 262144 characters, and half of these give other first 64")
     assert (len(expected) == 64) == (kind == "bytes" or " " in text.strip() or kind == "demo"), len(expected)
 
 
@@ -246,7 +248,7 @@ def test_a_long_text_that_cannot_be_cut_is_never_tokenized(prepare, tokenizer):
     turns = [{"role": "user", "content": long[:LONG]}]
     [bad] = prepare(records([turns]), tokenizer, jsonl=True, chat=True, max_tokenizer_length=60)
     assert bad.error == why
-    never.truncation_side = "left"  # its end is what is kept
+    never.truncation_side = "left"  # its end is kept
     [bad] = prepare([long], never, max_tokenizer_length=60)
     assert bad.error == why
 
@@ -256,18 +258,18 @@ def test_a_cut_line_ends_before_a_character(tokenizer):
     most = TextInput(tokenizer, plain, cut).line_bytes
     raw = ("word1 ö " * SHORTEST_LONG_TEXT).encode()
     for size in range(most - 3, most + 1):
-        [found] = TextInput(tokenizer, plain, cut).prepare([Line(1, raw[:size], cut=True)])
-        assert ids([found]) == [[0, 5, 3, 5, 2]]
+        [item] = TextInput(tokenizer, plain, cut).prepare([Line(1, raw[:size], cut=True)])
+        assert ids([item]) == [[0, 5, 3, 5, 2]]
     blank = Line(1, b" " * most, cut=True)
     assert "has more than 262144 characters" in TextInput(tokenizer, plain, cut).prepare([blank])[0].error
     of_records = asked(jsonl=True)
     begins = b'{"text": "' + b"a" * TextInput(tokenizer, of_records).line_bytes
-    [found] = TextInput(tokenizer, of_records).prepare([Line(1, begins, cut=True)])
-    assert "the most that are read of a record" in found.error
+    [item] = TextInput(tokenizer, of_records).prepare([Line(1, begins, cut=True)])
+    assert "the most that are read of a record" in item.error
 
 
 def chat(tokenizer: transformers.PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-    """The token ids of a plain call: text from the template, tokenized without more special tokens."""
+    """Returns the tokens of a plain call: text of the template, without further special tokens."""
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -278,7 +280,7 @@ def test_text_becomes_a_users_message(prepare, tokenizer, system):
     expected = [chat(tokenizer, [*first, {"role": "user", "content": "word1 " + text}]) for text in TEXTS]
     assert ids(prepare(TEXTS, chat=True, system=system, prefix="word1 ")) == expected
     assert ids(prepare(records(TEXTS), jsonl=True, chat=True, system=system, prefix="word1 ")) == expected
-    # The template's special tokens and no others, and the start of the answer.
+    # Only the template's special tokens, and the start of the answer.
     assert expected[0].count(tokenizer.bos_token_id) == 1
     assert expected[0][-1] == tokenizer.convert_tokens_to_ids("word7")
 
@@ -287,11 +289,11 @@ def test_records_may_hold_conversations(prepare, tokenizer):
     turns = [{"role": "user", "content": "word1"}, {"role": "assistant", "content": "word2"}]
     turns.append({"role": "user", "content": "word3 word4"})
     own = {"role": "system", "content": "word8"}
-    given = {"role": "system", "content": "word9"}
+    system = {"role": "system", "content": "word9"}
     lines = records([turns, [own, *turns]])
     assert ids(prepare(lines, jsonl=True, chat=True)) == [chat(tokenizer, turns), chat(tokenizer, [own, *turns])]
-    found = ids(prepare(lines, jsonl=True, chat=True, system="word9"))
-    assert found == [chat(tokenizer, [given, *turns]), chat(tokenizer, [own, *turns])]
+    tokens = ids(prepare(lines, jsonl=True, chat=True, system="word9"))
+    assert tokens == [chat(tokenizer, [system, *turns]), chat(tokenizer, [own, *turns])]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""fastgen.TextGenerator gives, in order, what the command writes; from a list, from columns, from a stream."""
+"""fastgen.TextGenerator returns the records of the command in order; from a list, from columns, from a stream."""
 
 import json
 import sys
@@ -29,7 +29,7 @@ def test_an_old_transformers_is_refused_by_its_version(monkeypatch):
         fastgen.TextGenerator("demo")
 
 
-def test_a_list_gives_the_records_of_the_command_in_order(bart, tmp_path):
+def test_a_list_has_the_records_of_the_command_in_order(bart, tmp_path):
     lines = [*LINES, "", " ".join(WORDS * 2)]
     source, output = write_lines(tmp_path / "in", lines), tmp_path / "out.jsonl"
     assert command(bart, source, output, "--beam", 2, "--bs", 4) == 1
@@ -37,21 +37,21 @@ def test_a_list_gives_the_records_of_the_command_in_order(bart, tmp_path):
     assert [record.pop("line") for record in written] == [*range(1, len(lines) + 1)]
     generator = fastgen.TextGenerator(str(bart), num_beams=2, batch_size=4)
     records = generator(lines)
-    assert "truncation=True truncates" in records[-1]["error"]  # as a setting is written here
+    assert "truncation=True truncates" in records[-1]["error"]  # a setting as users write it here
     records[-1]["error"] = records[-1]["error"].replace("truncation=True", "--truncation")
     assert records == written
     assert generator([]) == [] and texts(generator(LINES[:2])) == texts(written[:2])
 
 
-def test_columns_come_back_with_the_outputs_beside_them(bart):
+def test_columns_are_returned_with_their_outputs(bart):
     generator = fastgen.TextGenerator(str(bart), text_field="article", typical_p=0.9, renormalize_logits=True)
     columns = {"article": np.array(LINES[:5]), "id": [5, 4, 3, 2, 1]}
-    found = generator(columns)
-    assert list(found) == ["article", "id", "input_tokens", "outputs", "error"] and found["id"] == columns["id"]
-    assert [outputs[0]["text"] for outputs in found["outputs"]] == plain_loop(bart, LINES[:5], 5)
+    batch = generator(columns)
+    assert list(batch) == ["article", "id", "input_tokens", "outputs", "error"] and batch["id"] == columns["id"]
+    assert [outputs[0]["text"] for outputs in batch["outputs"]] == plain_loop(bart, LINES[:5], 5)
 
 
-def test_a_stream_is_generated_for_while_it_is_read(bart):
+def test_a_stream_is_processed_while_it_is_read(bart):
     read: list[int] = []
 
     def endless() -> Iterator[str]:
@@ -61,13 +61,13 @@ def test_a_stream_is_generated_for_while_it_is_read(bart):
 
     generator = fastgen.TextGenerator(str(bart), bs=4, window=8)
     records = generator.iterate(endless())
-    found = [next(records) for _ in range(40)]
+    answers = [next(records) for _ in range(40)]
     records.close()
-    assert texts(found) == [(plain_loop(bart, LINES, 4) * 2)[number] for number in range(40)]
+    assert texts(answers) == [(plain_loop(bart, LINES, 4) * 2)[number] for number in range(40)]
     assert len(read) < 5000
 
 
-def test_a_stream_that_pauses_gets_its_records_before_it_goes_on(bart):
+def test_a_stream_that_pauses_has_its_records_before_it_resumes(bart):
     seen: list[dict] = []
 
     def conversation() -> Iterator[str]:
@@ -82,7 +82,7 @@ def test_a_stream_that_pauses_gets_its_records_before_it_goes_on(bart):
     assert texts(seen) == plain_loop(bart, LINES[:3], 1)
 
 
-def test_a_loaded_model_is_taken_with_its_tokenizer(gpt2):
+def test_a_loaded_model_is_accepted_with_its_tokenizer(gpt2):
     model = transformers.AutoModelForCausalLM.from_pretrained(gpt2)
     tokenizer = transformers.AutoTokenizer.from_pretrained(gpt2)
     generator = fastgen.TextGenerator(model, tokenizer=tokenizer, causal_lm=True, bs=4, max_new_tokens=5)
@@ -117,13 +117,13 @@ def test_a_model_may_be_a_path_and_inputs_are_no_single_text(bart):
 
 
 def of_rows(generator: fastgen.TextGenerator, rows: list, size: int) -> list[dict]:
-    """The records of rows that come in batches of a size, as an engine cuts them."""
+    """Returns the records of rows in batches of a size, as an engine cuts them."""
     columns = [generator({"text": rows[start : start + size]}) for start in range(0, len(rows), size)]
     names = ("input_tokens", "outputs", "error")
     return [dict(zip(names, row, strict=True)) for each in columns for row in zip(*map(each.get, names), strict=True)]
 
 
-def test_what_is_no_text_is_its_rows_error_in_any_batch(bart):
+def test_a_value_that_is_no_text_fails_its_row_in_any_batch(bart):
     generator = fastgen.TextGenerator(bart, bs=4)
     bad = [None, 1, np.float64("nan"), np.int64(3), b"word1", Path("word1"), object(), {"a": {1}}, 10**5000, ["word1"]]
     rows = [each for value in bad for each in (value, "word1")]
@@ -139,7 +139,7 @@ def test_what_is_no_text_is_its_rows_error_in_any_batch(bart):
     assert [record.get("error") for record in generator(rows)] == [record["error"] for record in expected]
 
 
-def test_rows_the_model_fails_for_are_their_errors_in_any_batch(bart, monkeypatch):
+def test_a_row_that_the_model_fails_for_has_the_error(bart, monkeypatch):
     def refuse(self: object, **_: object) -> None:
         raise ValueError("this cannot be")
 
@@ -156,16 +156,16 @@ def test_columns_have_one_type_in_all_batches_of_datasets(bart, rows):
     plain = datasets.Dataset.from_dict({"text": rows})
     expected = generator(rows)
     for size in (1, 2, len(rows)):
-        found = plain.map(generator, batched=True, batch_size=size, load_from_cache_file=False)
-        assert [texts([row]) for row in found] == [texts([record]) for record in expected]
-        assert found["error"][:] == [record.get("error") for record in expected]
-        assert found["input_tokens"][:] == [record.get("input_tokens") for record in expected]
-        assert found.features["error"] == datasets.Value("string")
+        rows_of_all = plain.map(generator, batched=True, batch_size=size, load_from_cache_file=False)
+        assert [texts([row]) for row in rows_of_all] == [texts([record]) for record in expected]
+        assert rows_of_all["error"][:] == [record.get("error") for record in expected]
+        assert rows_of_all["input_tokens"][:] == [record.get("input_tokens") for record in expected]
+        assert rows_of_all.features["error"] == datasets.Value("string")
 
 
 def test_paths_are_paths_of_sounds(tmp_path):
-    found = list(_chunks([tmp_path / "a.wav", "b.wav", b"c.wav"], 4))
-    assert [line.value for line in found[0]] == [str(tmp_path / "a.wav"), "b.wav", b"c.wav"]
+    chunks = list(_chunks([tmp_path / "a.wav", "b.wav", b"c.wav"], 4))
+    assert [line.value for line in chunks[0]] == [str(tmp_path / "a.wav"), "b.wav", b"c.wav"]
 
 
 def test_it_is_imported_when_it_is_first_used():

@@ -1,6 +1,4 @@
-"""OpenMP's variables in the commands: set before torch is loaded, unless the user has set them; quotas of CPU time."""
-
-from __future__ import annotations
+"""OpenMP's variables in the commands: set before torch is loaded, unless users set them; quotas of CPU time."""
 
 import sys
 
@@ -10,7 +8,7 @@ from python_process import run_code, run_python
 from fastgen.batch import threads
 
 SHOWN = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS")
-# Instead of torch: what the environment holds when torch is loaded.
+# A stand-in for torch that prints the environment.
 TORCH = f"""
 import os
 print(*(os.environ.get(name) for name in {SHOWN}))
@@ -26,7 +24,7 @@ COMMANDS = {
 
 @pytest.fixture
 def environment_at_torch(tmp_path):
-    """Runs a command up to its import of torch; returns the variables of SHOWN as they are then."""
+    """Runs a command up to its import of torch; returns the variables of SHOWN at that time."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(TORCH)
 
@@ -52,7 +50,7 @@ def test_a_spin_count_is_set_when_torch_is_loaded(command, environment_at_torch)
 
 
 @pytest.mark.parametrize("environ", [{"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "PASSIVE"}], ids=["count", "policy"])
-def test_what_the_user_has_set_stays(environ):
+def test_variables_of_the_user_stay(environ):
     before = dict(environ)
     threads.set_variables(environ, 4, None)
     assert environ == before
@@ -67,7 +65,7 @@ def test_libgomp_takes_the_spin_count(tmp_path):
     assert f"GOMP_SPINCOUNT = '{threads.SPIN_COUNT}'" in done.stderr
 
 
-def test_nothing_is_set_once_torch_is_there_and_cannot_see_it():
+def test_nothing_is_set_after_torch_is_loaded():
     code = "import os, torch; from fastgen.batch import threads; threads.set_openmp_variables(); print(os.environ)"
     assert "GOMP_SPINCOUNT" not in run_code(code)
 
@@ -75,7 +73,7 @@ def test_nothing_is_set_once_torch_is_there_and_cannot_see_it():
 @pytest.mark.parametrize(
     ("quota", "expected"), [(None, None), (1.5, "1"), (0.3, "1"), (2.0, "2"), (4.0, None), (9.0, None)]
 )
-def test_there_are_no_more_threads_than_the_quota(quota, expected):
+def test_threads_do_not_exceed_the_quota(quota, expected):
     environ = {}
     threads.set_variables(environ, 4, quota)
     assert environ.get("OMP_NUM_THREADS") == expected
@@ -84,7 +82,7 @@ def test_there_are_no_more_threads_than_the_quota(quota, expected):
 
 
 @pytest.mark.parametrize(("quota", "expected"), [(None, 8), (1.5, 1), (0.3, 1), (2.0, 2), (9.0, 8)])
-def test_cpus_of_the_quota_are_dealt_out_to_workers(quota, expected, monkeypatch):
+def test_cpus_of_the_quota_are_shared_among_workers(quota, expected, monkeypatch):
     monkeypatch.setattr(threads, "process_cpus", lambda: 8)
     monkeypatch.setattr(threads, "cpu_quota", lambda: quota)
     assert threads.usable_cpus() == threads.threads_per_worker(1) == expected
@@ -101,6 +99,8 @@ VERSION_1 = {
     "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
     "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
 }
+QUOTA_OF_ROOT = {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000\n"}
+NESTED = {"cpu.max": 2, "a.scope/cpu.max": 3}
 IN_A_GROUP = {"proc/self/cgroup": "0::/user.slice/a.scope\n"}
 
 
@@ -110,25 +110,11 @@ IN_A_GROUP = {"proc/self/cgroup": "0::/user.slice/a.scope\n"}
         (VERSION_2, 1.5),
         (VERSION_2 | {"sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
         (IN_A_GROUP | {"sys/fs/cgroup/user.slice/cpu.max": "300000 100000\n"}, 3.0),
-        (
-            IN_A_GROUP
-            | {
-                "sys/fs/cgroup/user.slice/cpu.max": "200000 100000\n",
-                "sys/fs/cgroup/user.slice/a.scope/cpu.max": "300000 100000\n",
-            },
-            2.0,
-        ),
+        (IN_A_GROUP | {f"sys/fs/cgroup/user.slice/{name}": f"{n}00000 100000\n" for name, n in NESTED.items()}, 2.0),
         (VERSION_1, 0.5),
         (VERSION_1 | {"sys/fs/cgroup/cpu/docker/abc/cpu.cfs_quota_us": "-1\n"}, None),
         # In a container the path is that of the host, and its folder is mounted as the root.
-        (
-            {
-                "proc/self/cgroup": "4:cpu,cpuacct:/docker/abc\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            2.0,
-        ),
+        ({name: text for name, text in VERSION_1.items() if "docker" not in name} | QUOTA_OF_ROOT, 2.0),
         ({"proc/self/cgroup": "3:cpuset:/\n0::/\n"}, None),
         ({"proc/self/cgroup": "0::/../b\n", "sys/fs/cgroup/cpu.max": "what is this\n"}, None),
         ({}, None),

@@ -1,6 +1,4 @@
-"""Workers write what one process writes, byte for byte; whatever ends one or all of them, no line is lost."""
-
-from __future__ import annotations
+"""Workers write the bytes of one process; however some or all of them end, no line is lost."""
 
 import json
 import re
@@ -11,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +30,7 @@ from fastgen.batch import workers
 
 LINES = [*sentences(70), "", " ".join(WORDS * 2), *sentences(10, seed=1)]
 FLAGS = ("--bs", "4", "--beam", "2", "--output_format", "jsonl")
-# Line 33 ends the worker that generates for it, so many times.
+# Line 33 ends the worker that generates for it, that many times.
 POISON = """
 import os
 generate = SplitOnOOM.__call__
@@ -46,7 +43,7 @@ def ending(self, batch, start=0):
     return generate(self, batch, start)
 SplitOnOOM.__call__ = ending
 """
-# Workers wait in the batches from the ninth on until a file is there.
+# From the ninth batch on, workers wait until a file exists.
 HELD = """
 import os, time
 generate = SplitOnOOM.__call__
@@ -70,7 +67,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow, pytest.ma
 
 
 class Runs:
-    """A model, an INPUT, what one process writes, and a cluster of two nodes whose workers run a `change`."""
+    """A model, an INPUT, the output of one process, and a cluster of two nodes whose workers run a `change`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.model, self.source = folder, save_bart(folder / "bart"), folder / "in.txt"
@@ -89,15 +86,15 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    made = Runs(tmp_path_factory.mktemp("runs"))
-    yield made
-    made.nodes.end()
+def runs_of_module(tmp_path_factory):
+    runs = Runs(tmp_path_factory.mktemp("runs"))
+    yield runs
+    runs.nodes.end()
 
 
 @pytest.fixture
-def runs(runs_of_module: Runs, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
-    """What Ray leaves is in a folder; it has no token, which it would write into the user's folder."""
+def runs(runs_of_module, monkeypatch):
+    """Ray's files are in a folder; it has no token, which it would write into the user's folder."""
     folder = tempfile.mkdtemp(prefix="fastgen-ray-", dir="/tmp")  # paths of sockets are short
     for name, value in {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -124,17 +121,17 @@ def save_recordings(folder: Path) -> Path:
     ],
     ids=["samples", "scores", "speech"],
 )
-def test_workers_write_what_one_process_writes(save, flags: str, runs: Runs, tmp_path: Path) -> None:
-    """Scores are equal to the last bit, although each worker has captured other steps before."""
+def test_workers_write_what_one_process_writes(save, flags, runs, tmp_path):
+    """Scores are bit-equal, although each worker has captured other steps before."""
     files = {"model": save(tmp_path / "model"), "source": save_recordings(tmp_path) if "--task" in flags else None}
     runs.change("import fastgen\nfastgen.configure(share='always')")
     with configured(share="always"):
-        one = runs.run(tmp_path / "one", *flags.split(), **files)
-    assert runs.run(tmp_path / "out", *flags.split(), *runs.cluster, **files) == one
+        status = runs.run(tmp_path / "one", *flags.split(), **files)
+    assert runs.run(tmp_path / "out", *flags.split(), *runs.cluster, **files) == status
     assert (tmp_path / "out").read_bytes() == (tmp_path / "one").read_bytes()
 
 
-def test_workers_of_their_own_ray_write_the_same(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_workers_of_a_private_ray_write_the_same(runs, tmp_path, capsys):
     command = [str(runs.model), str(runs.source), str(tmp_path / "out"), *FLAGS, "--workers", "2", "--verbose"]
     assert main(command) == 1
     assert (tmp_path / "out").read_bytes() == runs.expected
@@ -142,12 +139,12 @@ def test_workers_of_their_own_ray_write_the_same(runs: Runs, tmp_path: Path, cap
     assert "line 72: has 122 tokens" in stderr and "82 lines in" in stderr
 
 
-def test_a_worker_has_the_threads_that_it_is_told() -> None:
+def test_a_worker_has_the_requested_threads():
     code = "from fastgen.batch.workers import Worker; Worker(None, 2); import torch"
     assert run_code(f"{code}; print(torch.get_num_threads())", OMP_NUM_THREADS="1").strip() == "2"
 
 
-def test_auto_is_a_worker_for_each_gpu_or_four_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_a_worker_for_each_gpu_or_four_cpus(monkeypatch):
     args = parse_arguments(["MODEL", "in", "out", "--workers", "auto"])
     for gpus, cpus, count in ((3, 16, 3), (0, 17, 4), (0, 2, 1)):
         monkeypatch.setattr(workers, "usable_cpus", lambda cpus=cpus: cpus)
@@ -156,14 +153,14 @@ def test_auto_is_a_worker_for_each_gpu_or_four_cpus(monkeypatch: pytest.MonkeyPa
         workers.count_workers(parse_arguments(["MODEL", "in", "out", "--workers", "auto", "--ray", "a:1"]), 0)
 
 
-def test_a_batch_is_tried_again_if_its_worker_dies(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_batch_is_tried_again_if_its_worker_dies(runs, tmp_path, capsys):
     runs.change(POISON, folder=tmp_path, most=1)
     assert runs.run(tmp_path / "out", *FLAGS, *runs.cluster) == 1
     assert (tmp_path / "out").read_bytes() == runs.expected
     assert (tmp_path / "deaths").read_text() == "x" and capsys.readouterr().err.count("crashed at lines") == 1
 
 
-def test_a_line_that_ends_every_worker_fails_alone(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_line_that_ends_every_worker_fails_alone(runs, tmp_path, capsys):
     runs.change(POISON, folder=tmp_path, most=9)
     assert runs.run(tmp_path / "out", *FLAGS, *runs.cluster) == 1
     assert (tmp_path / "deaths").read_text() == "xxxx"  # four lines twice, two lines, one line
@@ -178,10 +175,8 @@ def test_a_line_that_ends_every_worker_fails_alone(runs: Runs, tmp_path: Path, c
 
 
 @pytest.mark.parametrize("most", [1, 2])
-def test_a_worker_without_a_model_is_left_out(
-    most: int, runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """Its error ends the run if there is no other."""
+def test_a_worker_without_a_model_is_left_out(most, runs, tmp_path, capsys):
+    """Its error ends the run if no worker is left."""
     runs.change(UNLOADABLE, folder=tmp_path, most=most)
     status, stderr = runs.run(tmp_path / "out", *FLAGS, *runs.cluster), capsys.readouterr().err
     assert re.search("worker [01] is left out: MODEL x: bad\n", stderr)
@@ -191,7 +186,7 @@ def test_a_worker_without_a_model_is_left_out(
         assert status == 2 and stderr.endswith("error: MODEL x: bad\n") and not list(tmp_path.glob("out*"))
 
 
-def test_a_cluster_that_does_not_answer_is_named(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_cluster_that_does_not_answer_is_named(runs, tmp_path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     assert runs.run(tmp_path / "out", *FLAGS, "--workers", "2", "--ray", address) == 1
@@ -202,7 +197,7 @@ def test_a_cluster_that_does_not_answer_is_named(runs: Runs, tmp_path: Path, cap
 
 
 class Held:
-    """The command in a process of its own, whose two workers are held."""
+    """The command in its own process, whose two workers are held."""
 
     def __init__(self, runs: Runs, folder: Path, *flags: str) -> None:
         runs.change(HELD, folder=folder)
@@ -214,7 +209,7 @@ class Held:
             self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
     def wait(self) -> None:
-        """Until both workers are held, and what was done before is written."""
+        """Waits until both workers are held, and earlier batches are written."""
         part = self.folder / "out.part"
         while len(list(self.folder.glob("begun-*"))) < 10 or part.read_bytes().count(b"\n") < 1 + 8 * 5:
             assert self.process.poll() is None, self.process.stderr.read()
@@ -230,15 +225,15 @@ class Held:
             time.sleep(0.05)
 
     def ended(self) -> tuple[int, str]:
-        """Exit status and stderr."""
+        """Returns the exit status and stderr."""
         stderr = self.process.communicate()[1]
         assert "Traceback" not in stderr
         return self.process.returncode, stderr
 
 
 @pytest.fixture
-def held(runs: Runs, tmp_path: Path) -> Iterator[Held]:
-    """With a Ray of its own."""
+def held(runs, tmp_path):
+    """Holds a run with a private Ray."""
     command = Held(runs, tmp_path)
     with command.process:
         yield command
@@ -246,14 +241,14 @@ def held(runs: Runs, tmp_path: Path) -> Iterator[Held]:
 
 
 @pytest.fixture
-def held_on_cluster(runs: Runs, tmp_path: Path) -> Iterator[Held]:
+def held_on_cluster(runs, tmp_path):
     command = Held(runs, tmp_path, *runs.cluster)
     with command.process:
         yield command
         command.process.kill()
 
 
-def test_a_node_of_a_cluster_is_removed_in_the_middle(runs: Runs, held_on_cluster: Held, tmp_path: Path) -> None:
+def test_a_run_survives_the_loss_of_a_node(runs, held_on_cluster, tmp_path):
     held_on_cluster.wait()
     runs.nodes.remove_node()
     (tmp_path / "go").touch()
@@ -264,9 +259,7 @@ def test_a_node_of_a_cluster_is_removed_in_the_middle(runs: Runs, held_on_cluste
 
 
 @pytest.mark.parametrize(("signals", "status"), [([signal.SIGINT], 130), ([signal.SIGTERM] * 2, 143)])
-def test_a_signal_lets_batches_finish_and_a_second_does_not(
-    signals: list[int], status: int, held_on_cluster: Held, tmp_path: Path
-) -> None:
+def test_a_signal_lets_batches_finish_and_a_second_stops_them(signals, status, held_on_cluster, tmp_path):
     held_on_cluster.wait()
     held_on_cluster.process.send_signal(signals[0])
     while "finishing the batch in flight" not in held_on_cluster.process.stderr.readline():
@@ -283,9 +276,7 @@ def test_a_signal_lets_batches_finish_and_a_second_does_not(
 @pytest.mark.parametrize(
     ("name", "message"), [("raylet", "no worker is left"), ("gcs_server", "Ray's processes have ended")]
 )
-def test_a_run_ends_with_ray_and_can_be_resumed(
-    name: str, message: str, runs: Runs, held: Held, tmp_path: Path
-) -> None:
+def test_a_run_whose_ray_ends_can_be_resumed(name, message, runs, held, tmp_path):
     held.wait()
     held.of_ray(name).kill()
     status, stderr = held.ended()
@@ -294,7 +285,7 @@ def test_a_run_ends_with_ray_and_can_be_resumed(
     assert (tmp_path / "out").read_bytes() == runs.expected
 
 
-def test_a_sigterm_while_ray_starts_ends_it(held: Held, tmp_path: Path) -> None:
+def test_a_sigterm_while_ray_starts_ends_it(held, tmp_path):
     raylet = held.of_ray("raylet")
     held.process.terminate()
     assert held.ended()[0] == 143

@@ -1,6 +1,4 @@
-"""`python -m fastgen verify MODEL INPUT`."""
-
-from __future__ import annotations
+"""`python -m fastgen verify MODEL INPUT` compares outputs and reports by text, JSON and status."""
 
 import json
 from typing import Any
@@ -35,7 +33,7 @@ def test_different_outputs_end_with_1(capsys, monkeypatch):
     run, runs = TransformersCall.run, []
 
     def wrong_under_fastgen(call: TransformersCall) -> Any:
-        """Other last tokens in every second call, which is one with fastgen."""
+        """Changes the last tokens of every second call, which runs fastgen."""
         output = run(call)
         runs.append(call)
         if len(runs) % 2 == 0:
@@ -60,7 +58,7 @@ def test_different_outputs_end_with_1(capsys, monkeypatch):
         ([*DEMO, "--num_beams", "2", "--num_return_sequences", "3"], "num_return_sequences"),
     ],
 )
-def test_arguments_that_are_not_accepted_end_with_2(argv, named, capsys, monkeypatch):
+def test_refused_arguments_end_with_2(argv, named, capsys, monkeypatch):
     # The variable HF_HUB_OFFLINE is read when the package is imported.
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(SystemExit) as ended:

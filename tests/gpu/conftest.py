@@ -1,8 +1,5 @@
-"""Captured steps, CUDA and Triton kernels are on; products are exact in fp32, without TF32."""
+"""Settings of all tests on a GPU: captured steps, CUDA and Triton kernels on, exact products without TF32."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -12,7 +9,7 @@ from fastgen.config import CONFIG
 
 
 @pytest.fixture(autouse=True, scope="module")
-def switched_on() -> Iterator[None]:
+def switched_on():
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False  # for the process: some versions of torch refuse to read it again
     with mock.patch.object(CONFIG, "cuda_graphs", "on"), mock.patch.object(CONFIG, "cuda_kernels", True):

@@ -3,12 +3,10 @@
 Scores are compared on the host, so that no kernel but these runs.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 
-os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # else one allocation holds many tensors, and hides what leaves them
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # one allocation of many tensors would hide accesses beyond them
 
 import torch
 from ngram_definition import Case, buffer, same, wrapped
@@ -23,17 +21,17 @@ SIZES = [  # rows, width, ngram_size
 
 
 def cases() -> list[Case]:
-    found = []
+    problems = []
     for rows, width, ngram_size in SIZES:
         tokens = wrapped([0, 1, 2, 1, 3, -1, 9], rows, width, torch.int64, shift=1)
         source = wrapped([3, 1, 2, 1, 0], 1, width + 3, torch.int32)
         lengths = torch.arange(width, width - rows, -1)
-        found += [
+        problems += [
             Case(tokens, torch.zeros(rows, 4), ngram_size),
             Case(tokens.t().contiguous().t(), torch.zeros(4, rows).bfloat16().t(), ngram_size, lengths),
             Case(tokens.int(), torch.zeros(rows, 4).half(), ngram_size, lengths[0], source),
         ]
-    return found
+    return problems
 
 
 def is_right(kernel: Kernel, case: Case) -> bool:

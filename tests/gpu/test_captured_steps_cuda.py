@@ -1,26 +1,24 @@
-"""Decode steps as CUDA graphs: the tokens of the unpatched library, in fp32 without TF32."""
-
-from __future__ import annotations
+"""Decode steps as CUDA graphs have the tokens of the unpatched library, in fp32 without TF32."""
 
 import gc
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from parity import capturing, inputs_of, run_both, tiny
+from parity import run_both
+from reports import capturing
+from tiny_models import inputs_of, tiny
+from versions import needs_gpu
 
 import fastgen
 from fastgen.optimizer.decoding import graphs
 from fastgen.optimizer.transformers.decode_step import LateStopCheck
 from fastgen.testing import configured
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing was captured on a GPU"),
-]
+pytestmark = needs_gpu
 
 GRAPH = graphs.CudaCapture.name
-LONG = {"min_new_tokens": 12, "max_new_tokens": 40}  # some tiny models end immediately otherwise
+LONG = {"min_new_tokens": 12, "max_new_tokens": 40}  # otherwise some tiny models end immediately
 BEAMS = {"num_beams": 4, **LONG}
 GREEDY = {"do_sample": False, **LONG}
 SAMPLES = {"do_sample": True, "num_return_sequences": 3, **LONG}
@@ -98,14 +96,14 @@ def test_the_host_waits_for_no_step(monkeypatch, arguments):
 
 
 class Reading(graphs.CudaCapture):
-    """Reads the device after the forward."""
+    """A capture whose forward reads the device."""
 
     def capture(self, run, rewind):
         return super().capture(lambda: (run(), torch.ones(1, device="cuda").item())[0], rewind)
 
 
 class Failing(graphs.CudaCapture):
-    """Synchronises inside the capture, which no check has foreseen."""
+    """A capture that synchronises, which no check foresees."""
 
     def capture(self, run, rewind):
         def failing():
@@ -124,7 +122,7 @@ def test_a_forward_that_reads_the_device_is_not_captured(monkeypatch):
     assert "makes the host wait for the device" in str(fastgen.explain())
 
 
-def test_a_failed_capture_is_said_once_and_leaves_no_trace(monkeypatch):
+def test_a_failed_capture_warns_once_and_leaves_no_trace(monkeypatch):
     monkeypatch.setattr(graphs, "CudaCapture", Failing)
     model = model_of("gpt2")
     with pytest.warns(RuntimeWarning, match="fastgen does not capture the decode steps of a model"):
@@ -151,7 +149,7 @@ def test_a_graph_outlives_another_of_its_stream():
     assert all(block.isnan().all() for block in blocks)
 
 
-def test_a_pool_whose_graphs_are_gone_is_made_anew():
+def test_a_pool_without_graphs_is_created_anew():
     model = model_of("llama")
     assert replays(model, inputs_on_gpu("llama"), **BEAMS)
     graphs._graph_caches[model].entries.clear()
@@ -165,20 +163,13 @@ def test_four_models_capture_in_four_threads():
     expected = models[0].generate(**inputs_on_gpu("llama"), **BEAMS)
     for model in models:
         graphs._graph_caches.pop(model, None)
-    results = []
-    threads = [
-        threading.Thread(target=lambda model=model: results.append(model.generate(**inputs_on_gpu("llama"), **BEAMS)))
-        for model in models
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 4 and all(torch.equal(one, expected) for one in results)
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(lambda model: model.generate(**inputs_on_gpu("llama"), **BEAMS), models))
+    assert all(torch.equal(tokens, expected) for tokens in results)
     assert not any(graphs._graph_caches[model].refused for model in models)
 
 
-def test_inference_mode_is_captured():
+def test_steps_in_inference_mode_are_cuda_graphs():
     model = model_of("llama")
     with torch.inference_mode():
         for _ in range(2):
@@ -187,30 +178,26 @@ def test_inference_mode_is_captured():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bart"])
-def test_half_precision_is_captured(name, dtype):
+def test_steps_in_half_precision_are_cuda_graphs(name, dtype):
     model = model_of(name).to(dtype)
     for _ in range(2):
         _, _, report = run_both(lambda: model.generate(**inputs_on_gpu(name), **BEAMS))
         assert report.kernels[GRAPH]
 
 
-def test_threads_on_one_model_and_on_two():
+def test_cuda_graphs_serve_threads_on_one_model_and_on_two():
     models = [model_of("gpt2"), model_of("llama")]
     expected = [model.generate(**inputs_on_gpu("gpt2"), **BEAMS) for model in models]
-    results = {}
 
-    def work(index: int) -> None:
-        results[index] = [models[index % 2].generate(**inputs_on_gpu("gpt2"), **BEAMS) for _ in range(5)]
+    def work(index: int) -> bool:
+        outputs = [models[index % 2].generate(**inputs_on_gpu("gpt2"), **BEAMS) for _ in range(5)]
+        return all(torch.equal(tokens, expected[index % 2]) for tokens in outputs)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(tokens, expected[index % 2]) for index, found in results.items() for tokens in found)
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(work, range(4)))
 
 
-def test_between_calls_no_more_is_kept_than_the_bounds_allow(monkeypatch):
+def test_no_more_cuda_graphs_are_kept_than_allowed(monkeypatch):
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
     model = model_of("gpt2")
     for max_new_tokens in range(10, 100, 10):

@@ -1,47 +1,28 @@
-"""fastgen-generate-for-transformers on a GPU: a plain loop's outputs, too little memory, resumed runs, dead devices."""
-
-from pathlib import Path
+"""fastgen-generate-for-transformers on a GPU: outputs, too little memory, resumed runs, a device that fails."""
 
 import pytest
 import torch
 import transformers
-from cli_loop import generate
+from cli_loop import command, generate, interrupted_after, plain_loop
 from cli_models import save_bart, save_gpt2, sentences
 from python_process import run_python
+from versions import needs_gpu
 
-import fastgen
-from fastgen.cli.transformers.command import main
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = needs_gpu
 
 LINES = sentences(60)
 
 
-def plain_loop(folder: Path, bs: int, **settings: object) -> list[str]:
-    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).cuda()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    texts = []
-    with fastgen.disabled():
-        for start in range(0, len(LINES), bs):
-            batch = tokenizer(LINES[start : start + bs], padding=True, return_tensors="pt").to("cuda")
-            sequences = model.generate(input_ids=batch.input_ids, attention_mask=batch.attention_mask, **settings)
-            texts += tokenizer.batch_decode(sequences, skip_special_tokens=True)
-    return texts
-
-
 @pytest.mark.parametrize("size", [("--bs", 4), ("--batch_tokens", 200), ("--bs", 60)])
-def test_output_on_a_gpu_is_that_of_a_plain_loop(tmp_path: Path, size: tuple) -> None:
+def test_output_on_a_gpu_is_that_of_a_plain_loop(tmp_path, size):
     bart = save_bart(tmp_path / "bart")
-    expected = plain_loop(bart, 4, num_beams=3)
+    expected = plain_loop(bart, LINES, 4, device="cuda", num_beams=3)
     assert generate(tmp_path, bart, LINES, "--device", "cuda", "--beam", 3, *size) == expected
 
 
-def test_a_batch_larger_than_the_memory_is_halved(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_batch_larger_than_the_memory_is_halved(tmp_path, capsys):
     bart = save_bart(tmp_path / "bart", d_model=512, decoder_ffn_dim=16384)
-    expected = plain_loop(bart, 4, num_beams=4)
+    expected = plain_loop(bart, LINES, 4, device="cuda", num_beams=4)
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + 2**27) / total))
@@ -53,31 +34,20 @@ def test_a_batch_larger_than_the_memory_is_halved(tmp_path: Path, capsys: pytest
     assert "out of memory with 2400 inputs" in capsys.readouterr().err
 
 
-def test_a_resumed_run_draws_the_same_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_on_a_gpu_draws_the_same_samples(tmp_path):
     gpt2 = save_gpt2(tmp_path / "gpt2")
     flags = ["--causal_lm", "--do_sample", "--max_new_tokens", "5", "--seed", "3", "--bs", "4", "--device", "cuda"]
     expected = generate(tmp_path, gpt2, LINES, *flags)
-    output = tmp_path / "output.txt"
-    output.unlink()
-    command = [str(gpt2), str(tmp_path / "input.txt"), str(output), *flags, "--resume"]
-    original, left = transformers.GPT2LMHeadModel.generate, [5]
-
-    def crashing(self: object, **inputs: object) -> object:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyError("a crash")
-        return original(self, **inputs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(transformers.GPT2LMHeadModel, "generate", crashing)
-        assert main(command) == 1
+    output = tmp_path / "resumed.txt"
+    with interrupted_after(5):
+        assert command(gpt2, tmp_path / "input.txt", output, *flags) == 130
     torch.manual_seed(99)
-    assert main(command) == 0
+    assert command(gpt2, tmp_path / "input.txt", output, *flags, "--resume") == 0
     assert output.read_text().split("\n")[:-1] == expected
 
 
-def test_a_device_that_an_error_leaves_dead_ends_the_run(tmp_path: Path) -> None:
-    """A token that the embedding does not have, with the check for it left out, in a process of its own."""
+def test_a_device_that_fails_for_good_ends_the_run(tmp_path):
+    """The device fails at a token beyond the embedding, without the check for it, in a process of its own."""
     model, source, output = save_bart(tmp_path / "bart"), tmp_path / "input.txt", tmp_path / "output.txt"
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     tokenizer.add_tokens(["unknown"])

@@ -1,7 +1,5 @@
 """Parity of fairseq models with the unpatched library on a GPU, in fp32 without TF32, and in fp16."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -10,14 +8,12 @@ pytest.importorskip("fairseq")
 from fairseq.utils import move_to_cuda
 from fairseq_generation import compare, generate, run_both
 from fairseq_models import CASES, Case
-from parity import capturing
+from reports import capturing
+from versions import needs_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing was compared on a GPU"),
-]
+pytestmark = needs_gpu
 
-# The largest difference of scores that fp16 rounding explains in models of two layers.
+# The largest difference of scores that rounding of fp16 explains in models of two layers.
 HALF_TOLERANCE = 0.05
 MODES = {"beams": {}, "one beam": {"beam": 1}, "samples": {"sampling": True, "sampling_topk": 9}}
 
@@ -46,7 +42,7 @@ def test_hypotheses_of_cuda_graphs_are_those_of_fairseq(name, mode):
 
 @pytest.mark.parametrize("name", CASES)
 def test_fp16_scores_of_the_first_words_agree(name):
-    """Rounding may turn over later words."""
+    """Rounding may change later words."""
     case = on_gpu(name)
     for model in case.models:
         model.half()

@@ -1,30 +1,24 @@
 """No-repeat-n-gram on a GPU: every implementation against the definition, in CUDA graphs, streams and devices."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import ngram_definition as definition
 import pytest
 import torch
 from hypothesis import given, settings
 from ngram_definition import Case, wrapped
+from versions import needs_gpu
 
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram, reference
 from fastgen.ops.no_repeat_ngram.kernels import KERNELS, kernel_for
 
 DEVICE = "cuda"
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: no n-gram was banned on a GPU"),
-]
+pytestmark = needs_gpu
 
 ON_GPU = {kernel.name: kernel for kernel in KERNELS if kernel.device in ("", DEVICE)}
 
 
 @pytest.fixture(params=ON_GPU, scope="module")
-def ban(request) -> Callable:
+def ban(request):
     kernel = ON_GPU[request.param]
     if reasons := kernel.unsupported_reasons():
         assert not [reason for reason in reasons if "differs" in reason or "Error" in reason]
@@ -39,17 +33,17 @@ def test_every_kernel_of_a_gpu_bans_as_defined(ban, case):
 
 
 @pytest.mark.parametrize("ngram_size", [1, 3, 1000, 1 << 15])
-def test_rows_of_32768_tokens_on_a_gpu(ban, ngram_size):
+def test_rows_of_32768_tokens_are_banned_on_a_gpu(ban, ngram_size):
     tokens = wrapped(range(1 << 9), 2, 1 << 15, torch.int32, shift=1)
     definition.check(ban, Case(tokens, torch.zeros(2, 1 << 9), ngram_size).to(DEVICE))
 
 
-def test_more_rows_than_a_grid_of_a_gpu_may_have(ban):
+def test_a_gpu_takes_more_rows_than_its_grid_has(ban):
     tokens = torch.randint(0, 3, (70_000, 9), generator=torch.Generator().manual_seed(0))
-    expected, found = torch.zeros(70_000, 3), torch.zeros(70_000, 3, device=DEVICE)
+    expected, scores = torch.zeros(70_000, 3), torch.zeros(70_000, 3, device=DEVICE)
     reference.ban(tokens, expected, 2, None, None)
-    ban(tokens.to(DEVICE), found, 2, None, None)
-    assert torch.equal(found.cpu(), expected)
+    ban(tokens.to(DEVICE), scores, 2, None, None)
+    assert torch.equal(scores.cpu(), expected)
 
 
 @pytest.mark.parametrize("shape", [[], [3]], ids=["one length", "one a row"])
@@ -67,7 +61,7 @@ def test_a_graph_sees_lengths_that_change(ban, shape, with_encoder):
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        step()  # compiles what is compiled when it is first used
+        step()  # compiles the kernels that are compiled at their first use
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -79,8 +73,8 @@ def test_a_graph_sees_lengths_that_change(ban, shape, with_encoder):
         assert torch.equal(scores, expected), length
 
 
-def test_it_is_queued_on_the_current_stream(ban):
-    """On any other it would see the tokens before they are there."""
+def test_ngram_blocking_is_queued_on_the_current_stream(ban):
+    """On another stream it would see the tokens before they are written."""
     tokens, scores = torch.zeros(2, 9, dtype=torch.int64, device=DEVICE), torch.zeros(2, 5, device=DEVICE)
     ban(tokens, scores.clone(), 2, None, None)
     wanted = wrapped([1, 2, 3], 2, 9, torch.int64).to(DEVICE)
@@ -94,7 +88,7 @@ def test_it_is_queued_on_the_current_stream(ban):
     assert scores.isinf().nonzero().tolist() == [[0, 1], [1, 1]]
 
 
-def test_the_host_does_not_wait(ban):
+def test_the_host_does_not_wait_for_ngram_blocking(ban):
     tokens, scores = wrapped([1, 2, 3], 2, 9, torch.int64).to(DEVICE), torch.zeros(2, 5, device=DEVICE)
     lengths = torch.tensor([9, 8], device=DEVICE)
     ban(tokens, scores, 2, lengths, None)
@@ -102,17 +96,17 @@ def test_the_host_does_not_wait(ban):
     torch.cuda.set_sync_debug_mode("error")
     try:
         torch.cuda._sleep(1_000_000_000)
-        behind = torch.cuda.Event()
+        after = torch.cuda.Event()
         ban(tokens, scores, 2, lengths, None)
-        behind.record()
-        assert not behind.query()
+        after.record()
+        assert not after.query()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs: nothing was banned on a second one")
-def test_a_device_that_is_not_the_current_one(ban):
+def test_ngrams_are_banned_on_another_device(ban):
     case = Case(wrapped([1, 2, 3], 2, 9, torch.int64), torch.zeros(2, 5), 2).to("cuda:1")
     torch.cuda.synchronize("cuda:1")
     definition.check(ban, case)

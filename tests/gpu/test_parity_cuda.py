@@ -1,26 +1,23 @@
-"""Parity with the unpatched library on a GPU, in fp32 without TF32, and in fp16."""
-
-from __future__ import annotations
+"""Parity of all architectures with the unpatched library on a GPU, in fp32 without TF32, and in fp16."""
 
 import pytest
-import torch
 from architecture_parity import MODES, expected_sharing, measure, shares
 from architectures import ARCHITECTURES
-from parity import PREFILL, SAMPLES, assert_same, padded, tiny
+from parity import assert_same
+from reports import PREFILL
+from tiny_models import SAMPLES, padded, tiny
+from versions import needs_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing was compared on a GPU"),
-]
+pytestmark = needs_gpu
 
-# The largest difference of scores that fp16 rounding explains in models of two layers.
+# The largest difference of scores that rounding of fp16 explains in models of two layers.
 HALF_TOLERANCE = 0.05
-IN_HALF = [one for one in ARCHITECTURES if one.id != "longt5"]  # whose tiny encoder overflows: all scores are NaN
+IN_HALF = [each for each in ARCHITECTURES if each.id != "longt5"]  # its tiny encoder overflows: all scores are NaN
 
 
 @pytest.fixture(autouse=True)
 def _shared(share_always):
-    """Prompts of models so tiny would not be shared otherwise."""
+    """Shares the prompts of models that are too tiny for it by default."""
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.id)
@@ -47,7 +44,7 @@ def test_fp16_scores_of_the_first_steps_agree(architecture):
         assert shares(parity.report) == expected_sharing(architecture, mode), mode
 
 
-def test_static_caches_whose_steps_the_library_compiles():
+def test_compiled_steps_of_static_caches_share_the_prefill():
     inputs = {key: value.cuda() for key, value in padded(9, 5).items()}
     report = assert_same(tiny("llama").cuda(), inputs, **SAMPLES, cache_implementation="static")
     assert report.shared == [PREFILL]

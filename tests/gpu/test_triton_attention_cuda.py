@@ -1,17 +1,13 @@
-"""Attention in Triton on a GPU: equal to the definition in fp64, and as exact as torch's own attention."""
-
-from __future__ import annotations
+"""Attention in Triton on a GPU equals the definition in fp64, and is as exact as torch's own attention."""
 
 import itertools
 
 import pytest
 import torch
 from torch.nn import functional
+from versions import needs_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing was compared on a GPU"),
-]
+pytestmark = needs_gpu
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 
 
@@ -50,6 +46,6 @@ def test_attention_is_as_exact_as_torchs(dtype, width, groups):
         expected = functional.scaled_dot_product_attention(query.double(), *(x.double() for x in whole), exact_mask)
         stock = functional.scaled_dot_product_attention(query, *whole, mask)
         seen = slice(1 if masked else 0, None)
-        error = [(found.double() - expected)[seen].norm() / expected[seen].norm() for found in (output, stock)]
+        error = [(result.double() - expected)[seen].norm() / expected[seen].norm() for result in (output, stock)]
         assert error[0] < (1e-5 if dtype == torch.float32 else 1.1 * error[1] + 1e-5), (lengths, masked, error)
         assert not masked or not output[0].any()

@@ -1,6 +1,4 @@
-"""One comparison with the unpatched library; run as a script, the table of all architectures in docs/."""
-
-from __future__ import annotations
+"""Comparisons with the unpatched library; run as a script, it writes the table of all architectures in docs/."""
 
 import sys
 from pathlib import Path
@@ -9,13 +7,14 @@ from typing import NamedTuple
 import torch
 import transformers
 from architectures import ARCHITECTURES, REAL, Architecture
-from parity import is_materialized, run_both
+from parity import run_both
+from reports import is_materialized
 
 import fastgen
 from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, Report
 from fastgen.testing import configured
 
-# Left alone, or only the prefill is run once per input: nothing in their caches can be kept once per input.
+# Models left alone, or of which only the prefill runs once per input: their caches cannot store once per input.
 LEFT_ALONE = {"minimax", "nllb-moe", "recurrent_gemma"}
 ONLY_PREFILL = {"openai-gpt", "mamba", "falcon_mamba"}
 
@@ -34,16 +33,16 @@ class Parity(NamedTuple):
 
 
 def shares(report: Report) -> str:
-    """What the report says was shared, in a few words."""
+    """Returns in a few words what was shared."""
     words = {"prefill": "prefill", "cross-attention": "cross-attention", "the prompt": "prompt"}
-    found = [word for start, word in words.items() if any(item.startswith(start) for item in report.shared)]
-    return (", ".join(found) or "nothing") + (" (until materialized)" if is_materialized(report) else "")
+    parts = [word for start, word in words.items() if any(item.startswith(start) for item in report.shared)]
+    return (", ".join(parts) or "nothing") + (" (until materialized)" if is_materialized(report) else "")
 
 
 def generate(
     model: torch.nn.Module, inputs: dict[str, torch.Tensor], mode: str, new_tokens: int = 12
 ) -> transformers.utils.ModelOutput:
-    """From the same random state in every call."""
+    """Generates from the same random state in every call."""
     torch.manual_seed(1)
     return model.generate(
         **inputs, **MODES[mode], max_new_tokens=new_tokens, return_dict_in_generate=True, output_scores=True
@@ -66,7 +65,7 @@ def measure(model: torch.nn.Module, inputs: dict[str, torch.Tensor], mode: str, 
 
 
 def expected_sharing(architecture: Architecture, mode: str) -> str:
-    """What `shares` has to tell of tiny models under FASTGEN_SHARE=always."""
+    """Returns what `shares` must return for tiny models under FASTGEN_SHARE=always."""
     if mode == "greedy":
         return "nothing"
     if architecture.id in LEFT_ALONE:
@@ -77,7 +76,7 @@ def expected_sharing(architecture: Architecture, mode: str) -> str:
 
 
 def shared_by_default(architecture: Architecture) -> str:
-    """What a beam search shares at real size, where fastgen decides what pays."""
+    """Returns what a beam search shares at real size, if fastgen decides what pays."""
     generate(architecture.model(REAL), architecture.inputs(REAL), "beam search")
     return shares(fastgen.explain())
 

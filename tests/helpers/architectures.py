@@ -1,7 +1,5 @@
 """Random models of many architectures, tiny or as wide as real ones, for comparisons with the unpatched library."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,7 +50,7 @@ REAL = Scale(
 
 
 def sizes(scale: Scale) -> dict[str, Any]:
-    """Every name under which configurations keep a size, and the value it gets."""
+    """Returns every name under which configurations keep a size, with its value."""
     widths = ("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "embedding_size", "n_embed", "dim")
     heads = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads")
     heads += ("decoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads")
@@ -76,7 +74,7 @@ def sizes(scale: Scale) -> dict[str, Any]:
         "shared_expert_intermediate_size": 64,
         **dict.fromkeys(("src_vocab_size", "tgt_vocab_size"), VOCABULARY),
         **dict.fromkeys(("attention_window", "block_size"), 64),
-        # Of linear attention and state spaces, whose code without CUDA takes seconds a call with those of real models.
+        # Linear attention and state spaces: without CUDA their code takes seconds a call at real sizes.
         **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "mamba_d_head"), 8),
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
@@ -86,7 +84,7 @@ def sizes(scale: Scale) -> dict[str, Any]:
     }
 
 
-DROP = object()  # a size that the configuration must not be given
+DROP = object()  # a size that the configuration does not take
 
 # Sizes of latent attention: keys of 12, values of 6 numbers; in the cache a latent of 16 and a key of 4.
 LATENT = {
@@ -148,9 +146,8 @@ class Architecture:
 
 def _config(model_type: str, scale: Scale, **overrides: Any) -> Any:
     config = AutoConfig.for_model(model_type)
-    known = {key: value for key, value in sizes(scale).items() if getattr(config, key, None) is not None}
-    names = set(config.attribute_map)
-    arguments = {key: value for key, value in known.items() if key not in names}
+    accepted = {key: value for key, value in sizes(scale).items() if getattr(config, key, None) is not None}
+    arguments = {key: value for key, value in accepted.items() if key not in config.attribute_map}
     arguments |= {key: value for key, value in SPECIAL.items() if key != "decoder_start_token_id"}
     if config.is_encoder_decoder:
         arguments["decoder_start_token_id"] = SPECIAL["decoder_start_token_id"]
@@ -203,7 +200,7 @@ def _with_special_tokens(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _build_encoder(architecture: Architecture, scale: Scale) -> torch.nn.Module:
-    """For causal language modelling, but `is_decoder=False`, as checkpoints of BERT-like models say."""
+    """Builds for causal language modelling, but with `is_decoder=False`, as in checkpoints of BERT-like models."""
     return AutoModelForCausalLM.from_config(architecture.config(scale))
 
 
@@ -242,7 +239,7 @@ ARCHITECTURES = [
     Architecture("qwen3_next", "causal", {"layer_types": ["linear_attention", "full_attention"]}),
     Architecture("recurrent_gemma", "causal", {"block_types": ["recurrent", "attention"]}),
     *(Architecture(name, "seq2seq") for name in SEQ2SEQ_AS_THEY_ARE),
-    # Otherwise its first forward of a short input makes other attention modules, with random numbers.
+    # Otherwise its first forward of a short input creates other attention modules, with random numbers.
     Architecture("bigbird_pegasus", "seq2seq", {"attention_type": "original_full"}),
     Architecture("bart", "seq2seq", {"attn_implementation": "eager"}, name="bart-eager"),
     Architecture("mqa_transformer", "seq2seq", {"num_key_value_heads": 1}),
@@ -280,8 +277,8 @@ ENCODER = "-encoder"
 
 
 def architecture_of(name: str, **overrides: Any) -> Architecture:
-    """One of the table, with other sizes; what is not in the table is "causal", or "encoder" by its name's end."""
+    """Returns one of the table, with other sizes; others are "causal", or "encoder" by the end of their names."""
     if name.endswith(ENCODER) and name not in BY_NAME:
         return Architecture(name.removesuffix(ENCODER), "encoder", overrides, name)
-    known = BY_NAME.get(name, Architecture(name, "causal"))
-    return replace(known, overrides=known.overrides | overrides)
+    architecture = BY_NAME.get(name, Architecture(name, "causal"))
+    return replace(architecture, overrides=architecture.overrides | overrides)

@@ -67,7 +67,7 @@ def crash_before(line: int, output: Path) -> None:
 
 
 def crash_everywhere(folder: Path) -> int:
-    """How many lines there are; each crash left a journal that was completed to the same bytes."""
+    """Crashes before every line, and completes each journal to the same bytes; returns how many lines there are."""
     job(folder / "whole", 7)
     output = folder / "work" / "out"
     line, status = 0, 9

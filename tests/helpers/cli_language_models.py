@@ -35,16 +35,16 @@ def save_m2m100(folder: Path) -> Path:
         input=str(text), model_prefix=str(folder / "trained"), vocab_size=24, hard_vocab_limit=False, minloglevel=2
     )
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "trained.model"))
-    known = [pieces.id_to_piece(index) for index in range(pieces.vocab_size())]
-    words = SPECIAL_TOKENS + [piece for piece in known if piece not in SPECIAL_TOKENS]
+    learned = [pieces.id_to_piece(index) for index in range(pieces.vocab_size())]
+    words = SPECIAL_TOKENS + [piece for piece in learned if piece not in SPECIAL_TOKENS]
     (folder / "vocab.json").write_text(json.dumps({word: index for index, word in enumerate(words)}))
     tokenizer = transformers.M2M100Tokenizer(str(folder / "vocab.json"), str(folder / "trained.model"))
     return _save_translator(folder, transformers.M2M100Config, tokenizer)
 
 
 def save_whisper(folder: Path, **config: object) -> Path:
-    """With languages and timestamps, and a feature extractor that hears two seconds."""
-    torch.manual_seed(4)  # what it says of noise differs from sound to sound
+    """Saves a Whisper with languages and timestamps, and a feature extractor that hears two seconds."""
+    torch.manual_seed(4)  # with this seed its text differs from sound to sound
     words = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|transcribe|>", "<|translate|>"]
     special, no_timestamps = [*words[1:], "<|notimestamps|>"], len(words) + len(WORDS)
     words += [*(f"Ġ{word}" for word in WORDS), "<|notimestamps|>", *(f"<|{number / 50:.2f}|>" for number in range(101))]
@@ -81,7 +81,7 @@ def save_whisper(folder: Path, **config: object) -> Path:
 
 
 def save_seamless(folder: Path, version: str = "SeamlessM4Tv2", kind: str = "ForTextToSpeech") -> Path:
-    """Of two languages, three speakers and 16 kHz; it hears features [F, 10]."""
+    """Saves a Seamless of two languages, three speakers and 16 kHz, which hears features [F, 10]."""
     model = seamless(version, kind)
     model.generation_config._from_model_config = False  # else its languages would be left out when it is loaded
     model.save_pretrained(folder)
@@ -99,13 +99,11 @@ def _unigrams() -> list[tuple[str, float]]:
 
 
 def _save_translator(
-    folder: Path,
-    config: type[transformers.PretrainedConfig],
-    tokenizer: transformers.PreTrainedTokenizerBase,
+    folder: Path, config: type[transformers.PretrainedConfig], tokenizer: transformers.PreTrainedTokenizerBase
 ) -> Path:
     torch.manual_seed(0)
     tokens = {"decoder_start_token_id": 2, "pad_token_id": 1, "eos_token_id": 2, "forced_eos_token_id": None}
-    size = len(tokenizer) + 120  # M2M100 has languages and made-up words behind those
+    size = len(tokenizer) + 120  # M2M100 has languages and unused words after those
     settings = {**small(16), **tokens, "vocab_size": size, "max_position_embeddings": 64}
     model = transformers.AutoModelForSeq2SeqLM.from_config(config(**settings))
     model.generation_config.update(max_length=9)

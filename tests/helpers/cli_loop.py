@@ -13,17 +13,19 @@ from fastgen.batch.pipeline import SplitOnOOM
 from fastgen.cli.transformers.command import main
 
 
-def plain_loop(folder: Path, lines: list[str], bs: int, causal_lm: bool = False, **settings: object) -> list[str]:
-    """What a user would write without fastgen."""
+def plain_loop(
+    folder: Path, lines: list[str], bs: int, causal_lm: bool = False, device: str = "cpu", **settings: object
+) -> list[str]:
+    """Generates as a user would without fastgen."""
     kind = transformers.AutoModelForCausalLM if causal_lm else transformers.AutoModelForSeq2SeqLM
-    model, tokenizer = kind.from_pretrained(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = kind.from_pretrained(folder).to(device), transformers.AutoTokenizer.from_pretrained(folder)
     if causal_lm:
         tokenizer.padding_side = "left"
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     texts = []
     with fastgen.disabled():
         for start in range(0, len(lines), bs):
-            batch = tokenizer(lines[start : start + bs], padding=True, return_tensors="pt")
+            batch = tokenizer(lines[start : start + bs], padding=True, return_tensors="pt").to(device)
             sequences = model.generate(
                 input_ids=batch.input_ids,
                 attention_mask=batch.attention_mask,
@@ -36,12 +38,12 @@ def plain_loop(folder: Path, lines: list[str], bs: int, causal_lm: bool = False,
 
 
 def command(*arguments: object) -> int:
-    """The status of the command with these arguments."""
+    """Runs the command with these arguments; returns its exit status."""
     return main([*map(str, arguments)])
 
 
 def interrupted_after(batches: int) -> Any:
-    """A context in which Ctrl-C ends each run after so many batches."""
+    """Returns a context in which Ctrl-C ends each run after so many batches."""
     original, left = SplitOnOOM.__call__, iter(range(batches))
 
     def call(self: SplitOnOOM, *batch: Any) -> Any:
@@ -58,7 +60,7 @@ def write_lines(path: Path, lines: list[str]) -> Path:
 
 
 def generate(tmp_path: Path, model: object, lines: list[str], *flags: object) -> list[str]:
-    """Lines of OUTPUT."""
+    """Runs the command on these lines; returns the lines of OUTPUT."""
     source, output = write_lines(tmp_path / "input.txt", lines), tmp_path / "output.txt"
     assert command(model, source, output, "--overwrite", *flags) == 0
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".part") == []
@@ -70,7 +72,7 @@ def generate(tmp_path: Path, model: object, lines: list[str], *flags: object) ->
 def plain_samples(
     folder: Path, line: str, keys: list[tuple[int, int, int]], max_new_tokens: int, **warpers: float
 ) -> list[str]:
-    """What is drawn for a line with these keys, a row and a step at a time, without `generate`.
+    """Draws samples of a line with these keys, a row and a step at a time, without `generate`.
 
     warpers: temperature, top_k or top_p.
     """

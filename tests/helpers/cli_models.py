@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from parity import tiny
+from tiny_models import tiny
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoTokenizer,
@@ -24,13 +24,13 @@ POSITIONS = 64
 
 
 def sentences(number: int, longest: int = 12, seed: int = 0) -> list[str]:
-    """Random lines of known words, of different lengths."""
+    """Returns random lines of known words, of different lengths."""
     draw = random.Random(seed)
     return [" ".join(draw.choices(WORDS, k=draw.randint(2, longest))) for _ in range(number)]
 
 
 def small(ffn_dim: int) -> dict[str, object]:
-    """Sizes of an encoder and a decoder of one layer, and weights so large that outputs differ."""
+    """Returns sizes of an encoder and a decoder of one layer, and weights so large that outputs differ."""
     sizes = {"layers": 1, "attention_heads": 2, "ffn_dim": ffn_dim}
     parts = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in sizes.items()}
     return {"d_model": 16, "init_std": 0.5, **parts}
@@ -53,7 +53,7 @@ def save_t5(folder: Path, **config: object) -> Path:
 
 
 def save_gpt2(folder: Path) -> Path:
-    """Its tokenizer has no pad token, as GPT-2's has none."""
+    """Saves a GPT-2, whose tokenizer has no pad token, like the real one."""
     torch.manual_seed(0)
     tokenizer = _tokenizer(pad_token=None, ends_inputs=False)
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": POSITIONS, "initializer_range": 0.5}
@@ -62,14 +62,14 @@ def save_gpt2(folder: Path) -> Path:
 
 
 def save_llama(folder: Path) -> Path:
-    """Its outputs end after other numbers of tokens, and their scores depend on how steps are computed."""
+    """Saves a Llama whose outputs differ in length, and whose scores depend on how steps are computed."""
     tokenizer = _tokenizer(pad_token="<pad>", ends_inputs=False)
     model = tiny("llama", vocab_size=len(tokenizer))
     return _save(folder, model, tokenizer, bos_token_id=0, pad_token_id=1, eos_token_id=[2, 5])
 
 
 def copy_with_template(model: Path, folder: Path, template: str) -> Path:
-    """A copy of a model whose tokenizer has a chat template."""
+    """Copies a model and gives its tokenizer a chat template."""
     shutil.copytree(model, folder, dirs_exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = template

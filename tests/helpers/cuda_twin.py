@@ -1,7 +1,7 @@
 """A twin of a GPU, for machines without one: `torch.cuda` as far as fastgen and its tests use it.
 
 Tensors say `cuda:0`, and torch's kernels for the CPU compute them (cuda_twin.cpp). Launches and waits of the host are
-counted; graphs are recorded kernel by kernel and replayed into the same memory; what waits raises within a capture.
+counted; graphs are recorded kernel by kernel and replayed into the same memory; a wait within a capture raises.
 It shows neither the order of streams nor the allocator's pools, the rounding of a GPU's kernels, or several devices.
 fastgen's own CUDA and Triton kernels do not run on it.
 
@@ -43,7 +43,7 @@ def pytest_configure(config: Any) -> None:
 
 
 def compiled(folder: Path) -> Path:
-    """Compiles cuda_twin.cpp for this build of torch; returns the library."""
+    """Compiles cuda_twin.cpp for this build of torch; returns the library's path."""
     from host_compiler import compile_cpp  # which imports fastgen
 
     root = Path(torch.__file__).parent
@@ -57,8 +57,8 @@ def install(path: Path | str) -> None:
     global _library
     _library = ctypes.CDLL(str(path))
     _library.twin_counts.restype = ctypes.c_char_p
-    for name, value in _of_torch_cuda().items():
-        setattr(torch.cuda, name, _as_of_torch(value) if isinstance(value, FunctionType) else value)
+    for name, value in _attributes().items():
+        setattr(torch.cuda, name, _in_torch(value) if isinstance(value, FunctionType) else value)
     torch.Tensor.pin_memory = lambda tensor, device=None: tensor.clone()
     torch.Tensor.__deepcopy__ = _copying(torch.Tensor.__deepcopy__)
 
@@ -73,14 +73,14 @@ def counts(of: str) -> Counter[str]:
     return Counter({name: int(number) for name, number in (line.rsplit(" ", 1) for line in lines)})
 
 
-def _as_of_torch(function: FunctionType) -> FunctionType:
-    """The same function of a module of torch: what runs code of the program is left to the library."""
+def _in_torch(function: FunctionType) -> FunctionType:
+    """Returns the function as one of a module of torch: models that run user code are left to the library."""
     names = {**function.__globals__, "__name__": "torch.cuda"}
     return FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
 
 
 def _copying(deepcopy: Callable[[Any, dict], Any]) -> Callable[[Any, dict], Any]:
-    """As `deepcopy` of a tensor, but without a storage made for the device, of which torch knows nothing."""
+    """Wraps `deepcopy` of a tensor: storages of the device, of which torch knows nothing, are cloned instead."""
 
     def copy(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
         if not tensor.is_cuda:
@@ -97,20 +97,20 @@ def synchronize(device: Any = None) -> None:
 
 
 class Stream:
-    """A stream that has done what it was told."""
+    """A stream that has always finished its work."""
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.device, self.cuda_stream = DEVICE, next(_numbers)
 
     def wait_stream(self, other: Stream) -> None:
-        """Leaves the order as it is: that of the calls."""
+        """Changes nothing: kernels run in the order of the calls."""
 
     def synchronize(self) -> None:
         synchronize()
 
 
 class Event:
-    """An event that has happened: a host that asks for that of the step before does not hold the device up."""
+    """An event that has happened: a host that waits for the previous step's event does not hold up the device."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.seconds = 0.0
@@ -128,7 +128,7 @@ class Event:
 
 
 class CUDAGraph:
-    """A graph, whose kernels are called one after the other."""
+    """A graph, whose kernels are called in turn."""
 
     def __init__(self) -> None:
         self._number = ctypes.c_int64(next(_numbers))
@@ -155,13 +155,13 @@ _current = threading.local()
 
 
 def current_stream(device: Any = None) -> Stream:
-    """Returns that of this thread."""
+    """Returns the current stream of this thread."""
     return getattr(_current, "stream", _default_stream)
 
 
 @contextmanager
 def stream(other: Stream) -> Iterator[None]:
-    """Calls inside are those of the other stream."""
+    """Makes the other stream current inside."""
     before, _current.stream = current_stream(), other
     try:
         yield
@@ -169,8 +169,8 @@ def stream(other: Stream) -> Iterator[None]:
         _current.stream = before
 
 
-def _of_torch_cuda() -> dict[str, Any]:
-    """What replaces the attributes of `torch.cuda`, by their names."""
+def _attributes() -> dict[str, Any]:
+    """Returns the new attributes of `torch.cuda` by their names."""
     generator = torch.default_generator
     nothing, zero = lambda *args, **kwargs: None, lambda *args, **kwargs: 0
     return {
@@ -178,7 +178,7 @@ def _of_torch_cuda() -> dict[str, Any]:
         **dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), zero),
         **dict.fromkeys(("memory_reserved", "memory_allocated", "max_memory_allocated"), zero),
         **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
-        "current_device": lambda: DEVICE,  # by its number torch does not find it
+        "current_device": lambda: DEVICE,  # torch does not find it by its number
         "device_count": lambda: 1,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: "twin of a GPU",

@@ -1,12 +1,10 @@
-"""Prints what the steps of decoding loops launch on a GPU, and how often the host waits, as JSON; counted on the twin.
+"""Prints as JSON what the steps of decoding loops launch on a GPU, and how often the host waits, counted on the twin.
 
 `python cuda_twin_steps.py LIBRARY`, the compiled cuda_twin.cpp. For each loop: the library alone, fastgen with captured
 steps switched off, and with them. The numbers are those of a step: the difference of a longer call and a shorter one.
 
 Tests: tests/optimizer/test_cuda_twin.py
 """
-
-from __future__ import annotations
 
 import json
 import sys
@@ -17,7 +15,8 @@ from typing import Any
 
 import cuda_twin
 import torch
-from parity import capturing, tiny
+from reports import capturing
+from tiny_models import tiny
 
 import fastgen
 
@@ -38,22 +37,22 @@ LOOPS = {
 def main() -> None:
     """Counts all loops in all ways."""
     cuda_twin.install(sys.argv[1])
-    calls: dict[str, Callable[[int], Any]] = {name: of_transformers(*loop) for name, loop in LOOPS.items()}
+    calls: dict[str, Callable[[int], Any]] = {name: transformers_call(*loop) for name, loop in LOOPS.items()}
     if find_spec("fairseq"):
-        calls["fairseq, beam 4"] = of_fairseq()
+        calls["fairseq, beam 4"] = fairseq_call()
     print(json.dumps({name: {way: counts(call, way) for way in WAYS} for name, call in calls.items()}))
 
 
-def of_transformers(name: str, kind: str, arguments: dict[str, Any]) -> Callable[[int], Any]:
-    """A call that generates so many tokens for three prompts of one length."""
+def transformers_call(name: str, kind: str, arguments: dict[str, Any]) -> Callable[[int], Any]:
+    """Returns a call that generates so many tokens for three prompts of one length."""
     model = tiny(name).cuda()
     input_ids = torch.randint(5, 90, (3, 24), generator=torch.Generator().manual_seed(1)).cuda()
     inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
     return lambda steps: model.generate(**inputs, **arguments, max_new_tokens=steps, eos_token_id=None)
 
 
-def of_fairseq() -> Callable[[int], Any]:
-    """As `of_transformers`, of a batch of fairseq's transformer."""
+def fairseq_call() -> Callable[[int], Any]:
+    """Returns the same call for a batch of fairseq's transformer."""
     from fairseq.utils import move_to_cuda
     from fairseq_generation import generate
     from fairseq_models import CASES
@@ -66,9 +65,9 @@ def of_fairseq() -> Callable[[int], Any]:
 
 
 def counts(call: Callable[[int], Any], way: str) -> dict[str, float]:
-    """Launches and waits of a step, those of captured ones not included, and how many steps a call replays."""
+    """Returns launches and waits of a step, captured ones not included, and how many steps a call replays."""
     with WAYS[way]():
-        for steps in (SHORT, LONG):  # captures, and what is made once
+        for steps in (SHORT, LONG):  # captures, and does what is done once
             call(steps)
         before = {of: cuda_twin.counts(of).total() for of in ("launches", "waits")}
         call(SHORT)

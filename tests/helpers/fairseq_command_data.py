@@ -1,6 +1,4 @@
-"""A tiny corpus, its dictionaries and models that fairseq trained for some updates, for tests of the commands."""
-
-from __future__ import annotations
+"""A tiny corpus, its dictionaries, and models that fairseq trains for some updates, for tests of the commands."""
 
 import json
 import random
@@ -23,7 +21,7 @@ SIZES = (
 )
 TRAINING = "--cpu --optimizer adam --lr 0.01 --max-tokens 1000 --dropout 0 --no-epoch-checkpoints --no-progress-bar"
 
-# fairseq's own command as it is under torch before 2.6; everything else about it is untouched.
+# fairseq's own command as it is under torch before 2.6, otherwise untouched.
 UPSTREAM = """
 import argparse, importlib, json, sys, torch
 torch.serialization.add_safe_globals([argparse.Namespace])
@@ -47,8 +45,8 @@ class CommandData:
         return [str(self.folder / "bin"), *flags, *self.flags]
 
 
-def made(basetemp: Path) -> CommandData:
-    """Takes about ten seconds, once in a run of pytest; no test may change a file of it. basetemp: see `made_once`."""
+def command_data(basetemp: Path) -> CommandData:
+    """Builds it in about ten seconds, once in a run; no test may change its files. basetemp: see `made_once`."""
     return CommandData(made_once(basetemp, "fairseq-command", _make))
 
 
@@ -57,8 +55,8 @@ def _make(folder: Path) -> None:
     train(folder)
 
 
-def made_encoded(basetemp: Path, bpe: str) -> CommandData:
-    """As `made`, with the corpus as plain text with letters of two bytes, in pieces of the `--bpe` that is named."""
+def encoded_data(basetemp: Path, bpe: str) -> CommandData:
+    """Returns the same data as plain text with letters of two bytes, in pieces of this `--bpe`."""
     folder = made_once(basetemp, f"fairseq-command-{bpe}", partial(_make_encoded, bpe))
     flags = (part for flag, file in ENCODINGS[bpe].files.items() for part in (flag, str(folder / file)))
     return CommandData(folder, flags=("--bpe", bpe, *flags))
@@ -89,7 +87,7 @@ def train(folder: Path) -> None:
 
 
 def make_language_model(folder: Path) -> list[str]:
-    """Arguments that evaluate a language model."""
+    """Trains a language model; returns the arguments that evaluate it."""
     write_corpus(folder)
     prefixes = [f"--{split}pref={folder / split}.en" for split in ("train", "valid", "test")]
     model = "--task language_modeling --arch transformer_lm --decoder-layers 1 --decoder-embed-dim 16 "
@@ -105,12 +103,12 @@ def make_language_model(folder: Path) -> list[str]:
 
 
 def upstream(command: str, *args: str) -> subprocess.CompletedProcess:
-    """fairseq-COMMAND in a process of its own, without fastgen."""
+    """Runs fairseq-COMMAND in a process of its own, without fastgen."""
     return upstream_all([command, *args])
 
 
 def upstream_all(*commands: list[str]) -> subprocess.CompletedProcess:
-    """Several, one after the other in one process, which imports fairseq once."""
+    """Runs several in one process, which imports fairseq once."""
     done = run_python("-c", UPSTREAM, json.dumps(commands), OMP_NUM_THREADS="1")
     if done.returncode:
         raise AssertionError(f"{commands}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
@@ -121,7 +119,7 @@ Encode = Callable[[str], str]
 
 
 def learn_sentencepiece(folder: Path, lines: list[str]) -> Encode:
-    """A unigram model of these lines."""
+    """Trains a unigram model on these lines."""
     sentencepiece = pytest.importorskip("sentencepiece")
     sentencepiece.set_random_generator_seed(0)
     prefix, size = str(folder / "pieces"), {"vocab_size": 60, "num_threads": 1}
@@ -131,7 +129,7 @@ def learn_sentencepiece(folder: Path, lines: list[str]) -> Encode:
 
 
 def learn_gpt2(folder: Path, lines: list[str]) -> Encode:
-    """All bytes, and syllables with and without a space before them; "ö" stays two bytes."""
+    """Writes an encoding of all bytes and of syllables, with and without a space before them; "ö" stays two bytes."""
     syllables = ("ka", "mi", "re", "su", "ak", "im", "er", "us")
     merges = [" ".join(syllable) for syllable in syllables] + [f"Ġ {syllable}" for syllable in syllables]
     symbols = [*bytes_to_unicode().values(), *(merge.replace(" ", "") for merge in merges)]
@@ -144,7 +142,7 @@ def learn_gpt2(folder: Path, lines: list[str]) -> Encode:
 
 @dataclass(frozen=True)
 class Encoding:
-    """learn: writes the encoding's files into a folder; files: the flags that name them."""
+    """An encoding. learn: writes its files into a folder; files: the flags that name them."""
 
     learn: Callable[[Path, list[str]], Encode]
     files: dict[str, str]
@@ -157,7 +155,7 @@ ENCODINGS = {
 
 
 def write_corpus(folder: Path) -> None:
-    """Lines as after Moses and BPE: escaped punctuation, and words in pieces."""
+    """Writes lines as Moses and BPE leave them: escaped punctuation, and words in pieces."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
     words = ["".join(draw.choices(["ka", "to", "mi", "re", "su", "no"], k=draw.randint(1, 3))) for _ in range(60)]

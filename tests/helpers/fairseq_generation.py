@@ -1,6 +1,4 @@
-"""fairseq generates, as `fairseq-generate` does, and is compared with itself without fastgen: how, says parity.py."""
-
-from __future__ import annotations
+"""Calls of fairseq like those of `fairseq-generate`, and their comparison without fastgen (see parity.py)."""
 
 import copy
 from argparse import Namespace
@@ -27,7 +25,7 @@ Hypotheses = list[list[dict[str, Any]]]
 
 
 class BlockingFromDefinition(nn.Module):
-    """What `no_repeat_ngram_size` means: no n-gram twice in an output, the token that it begins with included.
+    """Blocks n-grams by the definition: none twice in an output, including the token that it begins with.
 
     Upstream's CUDA kernel does that. Its Python form compares with the end of the padded buffer instead of the last
     tokens, so that it cannot be the reference.
@@ -45,20 +43,20 @@ class BlockingFromDefinition(nn.Module):
 
 @contextmanager
 def corrected_blocking() -> Iterator[None]:
-    """Generators that are built inside block n-grams as the definition says."""
+    """Makes generators that are built inside block n-grams by the definition."""
     with mock.patch.object(sequence_generator, "NGramRepeatBlock", BlockingFromDefinition):
         yield
 
 
 @contextmanager
 def unpatched() -> Iterator[None]:
-    """The library alone, with its defect in the blocking of n-grams mended."""
+    """Switches fastgen off, and mends the library's defect in the blocking of n-grams."""
     with fastgen.disabled(), corrected_blocking():
         yield
 
 
 def generate(case: Case, sample: dict[str, Any] | None = None, **options: Any) -> Hypotheses:
-    """One batch through the task, as `fairseq-generate` does; options are the flags of `fairseq-generate`."""
+    """Runs one batch through the task, like `fairseq-generate`; options are its flags."""
     inference = case.inference | options.pop("inference", {})
     allowed = options.pop("prefix_allowed_tokens_fn", None)
     extra = {"prefix_allowed_tokens_fn": allowed} if allowed else {}
@@ -67,9 +65,9 @@ def generate(case: Case, sample: dict[str, Any] | None = None, **options: Any) -
 
 
 def run_both(call: Callable[[], Any], *, accelerated: bool | None = None) -> Both:
-    """As `parity.run_both`.
+    """Calls both like `parity.run_both`.
 
-    accelerated: as for `assert_accelerated`, of the last batch; None: not looked at.
+    accelerated: as for `assert_accelerated`, of the last batch; None: not checked.
     """
     both = parity.run_both(call, unpatched, must_report=False)
     if accelerated is not None:
@@ -105,13 +103,13 @@ def compare(
 
 
 def ends_in_prefix(case: Case, inference: dict[str, Any] | None = None, **unused: Any) -> bool:
-    """Whether the prefix of a sentence holds its end: fastgen leaves such a batch to fairseq."""
+    """Returns whether the prefix of a sentence holds its end: fastgen leaves such a batch to fairseq."""
     prefixes = (case.inference | (inference or {})).get("prefix_tokens")
     return prefixes is not None and bool(prefixes.eq(case.task.target_dictionary.eos()).any())
 
 
 def assert_accelerated(report: Report | None, accelerated: bool) -> None:
-    """fastgen says that it did the whole work; or, if not `accelerated`, that it did nothing, and why.
+    """Asserts that fastgen reports that it did the whole work; or, if not `accelerated`, that it did nothing, and why.
 
     Without it, a comparison of the unpatched library with itself would pass.
     """
@@ -124,12 +122,12 @@ def assert_accelerated(report: Report | None, accelerated: bool) -> None:
 
 
 def assert_same_hypotheses(stock: Hypotheses, fast: Hypotheses, tolerance: float = TOLERANCE) -> None:
-    """The same sentences with the same hypotheses in the same order, whatever a hypothesis holds."""
+    """Asserts the same sentences with the same hypotheses in the same order, whatever a hypothesis holds."""
     assert len(stock) == len(fast), f"{len(stock)} and {len(fast)} sentences"
-    for sentence, (expected, found) in enumerate(zip(stock, fast)):
-        tokens = token_lists([expected, found])
+    for sentence, (expected, output) in enumerate(zip(stock, fast)):
+        tokens = token_lists([expected, output])
         assert tokens[0] == tokens[1], f"sentence {sentence}: {tokens[0]} and {tokens[1]}"
-        assert_equal_outputs(expected, found, tolerance, f"sentence {sentence}")
+        assert_equal_outputs(expected, output, tolerance, f"sentence {sentence}")
 
 
 def lengths(hypotheses: Hypotheses) -> list[list[int]]:

@@ -7,8 +7,6 @@ whose sentences finish at many different steps with beam 3 (upstream drops them 
 whose hypotheses repeat one word least.
 """
 
-from __future__ import annotations
-
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -28,7 +26,7 @@ from fairseq.tasks.translation_from_pretrained_bart import TranslationFromPretra
 from fairseq.tasks.translation_lev import TranslationLevenshteinConfig, TranslationLevenshteinTask
 from torch import Tensor, nn
 
-# The decoders here that fastgen does not know.
+# Decoders that fastgen leaves to fairseq.
 LEFT_ALONE = ("FConvDecoder", "LSTMDecoder", "LightConvDecoder")
 WORDS = 40
 LENGTHS = (9, 4, 7, 2, 6)
@@ -62,12 +60,12 @@ class Case:
 
     @property
     def accelerated(self) -> bool:
-        """Whether fastgen must do its work where these models generate, or must leave it to fairseq and say why."""
+        """Returns whether fastgen must do the work of these models, or must leave it to fairseq and report why."""
         return not any(type(model.decoder).__name__ in LEFT_ALONE for model in self.models)
 
 
 def lively(model: nn.Module, seed: int, end: float, gain: float = 1.2) -> nn.Module:
-    """In evaluation mode, with large weights and an output vector of the end of sentence `end` times as long."""
+    """Makes weights large, and the output vector of the end of sentence `end` times as long; evaluation mode."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -81,7 +79,7 @@ def lively(model: nn.Module, seed: int, end: float, gain: float = 1.2) -> nn.Mod
 
 
 def output_weights(model: nn.Module) -> Tensor | None:
-    """[words, width]: the matrix that gives the logits; None for an adaptive softmax."""
+    """Returns the matrix of the logits, `[words, width]`, or None for an adaptive softmax."""
     decoder = model.decoder
     for name in ("output_projection", "fc_out", "fc3"):
         if isinstance(getattr(decoder, name, None), nn.Linear):
@@ -97,7 +95,7 @@ def dictionary(words: int = WORDS, extra: Sequence[str] = ()) -> Dictionary:
 
 
 def token_rows(lengths: Sequence[int] = LENGTHS, seed: int = 1, words: int = WORDS) -> list[Tensor]:
-    """Sentences of random words with these numbers of words, each with the end of sentence."""
+    """Returns sentences of so many random words each, with the end of sentence."""
     generator = torch.Generator().manual_seed(seed)
     first, eos = Dictionary().nspecial, torch.tensor([Dictionary().eos()])
     return [torch.cat([torch.randint(first, first + words, (length,), generator=generator), eos]) for length in lengths]
@@ -108,13 +106,13 @@ def collated(dataset: Any) -> dict[str, Any]:
 
 
 def source_sample(task: Any, lengths: Sequence[int] = LENGTHS, seed: int = 1, **inference: Any) -> dict[str, Any]:
-    """What `fairseq-interactive` and the hub interfaces make of sentences: padded, the longest first."""
+    """Returns a batch like those of `fairseq-interactive` and the hub interfaces: padded, the longest first."""
     rows = token_rows(lengths, seed)
     return collated(task.build_dataset_for_inference(rows, [len(row) for row in rows], **inference))
 
 
 def pair_sample(task: Any, lengths: Sequence[int] = LENGTHS, seed: int = 1, **dataset: Any) -> dict[str, Any]:
-    """What `fairseq-generate` makes of a test set: with targets."""
+    """Returns a batch like those of `fairseq-generate`: with targets."""
     sources, targets = token_rows(lengths, seed), token_rows(lengths[::-1], seed + 1)
     sizes = [[len(row) for row in rows] for rows in (sources, targets)]
     words = task.source_dictionary, task.target_dictionary
@@ -122,7 +120,7 @@ def pair_sample(task: Any, lengths: Sequence[int] = LENGTHS, seed: int = 1, **da
 
 
 def build(arch: str, task: Any, seed: int, end: float, **settings: Any) -> nn.Module:
-    """A lively model of a registered architecture; the settings are those of its command-line flags."""
+    """Returns a lively model of a registered architecture; settings are its command-line flags."""
     torch.manual_seed(seed)
     args = Namespace(arch=arch, **SIZE | settings)
     ARCH_CONFIG_REGISTRY[arch](args)
@@ -140,7 +138,7 @@ def translation(arch: str, seeds: Sequence[int], end: float, **settings: Any) ->
 
 
 def bart(seed: int, end: float, **settings: Any) -> Case:
-    """As BART for summaries: a joint dictionary, padding on the right, and `<s>` as the first token of each output."""
+    """BART for summaries: a joint dictionary, padding on the right, and `<s>` as the first token of each output."""
     words = dictionary()
     task = TranslationTask(TranslationConfig(), words, words)
     model = build("bart_base", task, seed, end, **settings)
@@ -149,7 +147,7 @@ def bart(seed: int, end: float, **settings: Any) -> Case:
 
 
 def mbart(seed: int, end: float) -> Case:
-    """As mBART: the end of sentence is the token of the target's language."""
+    """mBART: the end of sentence is the token of the target's language."""
     words = dictionary()
     args = Namespace(langs="xx,yy", source_lang="xx", target_lang="yy")
     task = TranslationFromPretrainedBARTTask(args, words, words)
@@ -176,7 +174,7 @@ def multilingual(seed: int, end: float, *flags: str) -> Case:
 
 
 def language_model(seed: int, end: float, **settings: Any) -> Case:
-    """Sentences go on from prefixes of different lengths."""
+    """A language model that continues prefixes of different lengths."""
     words = dictionary()
     task = LanguageModelingTask(LanguageModelingConfig(), words)
     settings = (
@@ -186,7 +184,7 @@ def language_model(seed: int, end: float, **settings: Any) -> Case:
 
 
 def prompts(words: Dictionary, lengths: Sequence[int] = (5, 3, 6, 2, 4), seed: int = 3) -> dict[str, Any]:
-    """As `LanguageModelingTask.build_dataset_for_inference` makes them; that stops with an error under numpy 2."""
+    """Returns the batch of `LanguageModelingTask.build_dataset_for_inference`, which raises under numpy 2."""
     rows = token_rows(lengths, seed)
     tokens = torch.full((len(rows), 1 + max(lengths)), words.pad())
     for index, row in enumerate(rows):

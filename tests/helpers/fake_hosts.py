@@ -21,7 +21,7 @@ def function(x, scale=1):
 
 class Base:
     def method(self, x):
-        "Gives x back."
+        "Returns x."
         return ("original", x)
 
     @classmethod
@@ -80,7 +80,7 @@ def armed(*patches, **kwargs):
 
 
 def module_name(kind="host"):
-    """A name that no other test uses: hooks that wait for a module outlive their test."""
+    """Returns a name that no other test uses: hooks that wait for a module outlive their test."""
     return f"{kind}_{next(_numbers)}"
 
 

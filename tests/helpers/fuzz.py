@@ -3,10 +3,8 @@
     python tests/helpers/fuzz.py --comparisons 20000        # as `make fuzz`
     python tests/helpers/fuzz.py --first 4711 --comparisons 1
 
-Prints each difference with the seed that draws it again, and counts at the end. Exit status 1 where anything differed.
+Prints each difference with the seed that draws it again, and counts at the end. Exit status 1 if anything differed.
 """
-
-from __future__ import annotations
 
 import argparse
 import copy
@@ -29,7 +27,8 @@ import torch
 import transformers
 from fuzz_cases import Case, draw, model_of
 from fuzz_changes import PROGRAMS
-from parity import assert_equal_outputs, capturing
+from parity import assert_equal_outputs
+from reports import capturing
 from torch import nn
 
 import fastgen
@@ -43,7 +42,7 @@ TIE = 1e-4
 
 @dataclass
 class Outcome:
-    """equal, tie (tokens whose scores agree to 1e-4), both raise, or different; and whether anything was shared."""
+    """A verdict: equal, tie (scores agree to 1e-4), both raise, or different; and if anything was shared."""
 
     verdict: str
     detail: str = ""
@@ -59,20 +58,20 @@ def compare(case: Case) -> Outcome:
             case.inputs["inputs_embeds"] = model.get_input_embeddings()(ids).detach()
         stack.enter_context(_around(case, model))
         expected = _result(lambda: _with_states(model, case, arguments, stock=True))
-        found = _result(lambda: _with_states(model, case, arguments, stock=False))
+        output = _result(lambda: _with_states(model, case, arguments, stock=False))
         report = fastgen.explain()
         shared = report is not None and bool(report.shared)
-    if isinstance(expected, Exception) or isinstance(found, Exception):
-        if type(expected) is type(found):
-            return Outcome("both raise", repr(found), shared)
-        return Outcome("different", f"stock: {_short(expected)}; fastgen: {_short(found)}", shared)
+    if isinstance(expected, Exception) or isinstance(output, Exception):
+        if type(expected) is type(output):
+            return Outcome("both raise", repr(output), shared)
+        return Outcome("different", f"stock: {_short(expected)}; fastgen: {_short(output)}", shared)
     try:
-        assert_equal_outputs(expected, found, HALF_TOLERANCE if case.is_half else 1e-4)
+        assert_equal_outputs(expected, output, HALF_TOLERANCE if case.is_half else 1e-4)
     except AssertionError as error:
         if case.tokens_only:  # scores tell a tie
             with_scores = compare(dataclasses.replace(case, tokens_only=False))
             return with_scores if with_scores.verdict == "tie" else Outcome("different", str(error)[:300], shared)
-        verdict = "tie" if _all_ties(expected[0], found[0]) else "different"
+        verdict = "tie" if _all_ties(expected[0], output[0]) else "different"
         return Outcome(verdict, " ".join(str(error).split())[:300], shared)
     return Outcome("equal", shared=shared)
 
@@ -88,7 +87,7 @@ def _arguments(case: Case) -> dict[str, Any]:
 
 
 def _with_states(model: nn.Module, case: Case, arguments: dict[str, Any], stock: bool) -> tuple:
-    """What generate returns, and the states of all random numbers afterwards."""
+    """Returns the result of generate, and the states of all random numbers afterwards."""
     program = PROGRAMS.get(case.program)
     if case.keeps_state or program:
         model = copy.deepcopy(model)
@@ -98,7 +97,8 @@ def _with_states(model: nn.Module, case: Case, arguments: dict[str, Any], stock:
 
     def generate_with(model: Any, edit: Callable[[dict], dict] = dict, **more: Any) -> Any:
         if program:
-            return _outcome(lambda: model.generate(**edit(case.inputs), **arguments, **more))
+            result = _result(lambda: model.generate(**edit(case.inputs), **arguments, **more))
+            return type(result).__name__ if isinstance(result, Exception) else result
         return model.generate(**case.inputs, **arguments)
 
     def generate() -> Any:
@@ -107,8 +107,7 @@ def _with_states(model: nn.Module, case: Case, arguments: dict[str, Any], stock:
 
     if case.context == "two threads" and not arguments["do_sample"] and not case.keeps_state:
         with ThreadPoolExecutor(2) as pool:
-            one, other = [pool.submit(generate) for _ in range(2)]
-            result = (one.result(), other.result())
+            result = tuple(call.result() for call in [pool.submit(generate) for _ in range(2)])
         generate() if not stock else None  # leaves the report in this thread
     else:
         result = generate()
@@ -117,7 +116,7 @@ def _with_states(model: nn.Module, case: Case, arguments: dict[str, Any], stock:
 
 @contextmanager
 def _around(case: Case, model: nn.Module) -> Iterator[None]:
-    """What the program has done before it calls generate."""
+    """Does what user code has done before it calls generate."""
     with ExitStack() as stack:
         by_gates = case.context in ("default gates", "repeated keys", "keys written in place")
         stack.enter_context(configured(share="auto" if by_gates else "always"))
@@ -129,7 +128,7 @@ def _around(case: Case, model: nn.Module) -> Iterator[None]:
             stack.enter_context(torch.inference_mode())
         elif case.context == "autocast":
             stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
-        elif case.context == "poisoned memory":  # what is read unwritten is NaN
+        elif case.context == "poisoned memory":  # memory that is read unwritten is NaN
             torch.use_deterministic_algorithms(True, warn_only=True)
             stack.callback(torch.use_deterministic_algorithms, False)
         if case.context.startswith("captured"):
@@ -168,64 +167,58 @@ def _result(call: Any) -> Any:
         return error
 
 
-def _outcome(call: Any) -> Any:
-    """What the call returns, or its error."""
-    found = _result(call)
-    return type(found).__name__ if isinstance(found, Exception) else found
-
-
 def _short(result: Any) -> str:
     return repr(result)[:200] if isinstance(result, Exception) else "returns"
 
 
-def _all_ties(expected: Any, found: Any) -> bool:
-    """Whether the first difference among the calls of a program is a tie."""
+def _all_ties(expected: Any, output: Any) -> bool:
+    """Returns whether the first difference among the calls of user code is a tie."""
     if not isinstance(expected, (list, tuple)):
-        return _is_tie(expected, found)
-    for one, other in zip(expected, found):
+        return _is_tie(expected, output)
+    for pair in zip(expected, output):
         try:
-            assert_equal_outputs(one, other)
+            assert_equal_outputs(*pair)
         except AssertionError:
-            return _is_tie(one, other)
+            return _is_tie(*pair)
     return False
 
 
-def _is_tie(expected: Any, found: Any) -> bool:
-    """Whether only rounding decided: of two tokens or beams with equal scores, or of a token at the edge of top-p."""
+def _is_tie(expected: Any, output: Any) -> bool:
+    """Returns whether only rounding decided: between equal scores, or of a token at the edge of top-p."""
     if (
-        not (hasattr(expected, "sequences") and hasattr(found, "sequences"))
-        or expected.sequences.shape != found.sequences.shape
+        not (hasattr(expected, "sequences") and hasattr(output, "sequences"))
+        or expected.sequences.shape != output.sequences.shape
     ):
         return False
-    if not torch.allclose(expected.logits[0], found.logits[0], rtol=TIE, atol=TIE):  # before anything was decided
+    if not torch.allclose(expected.logits[0], output.logits[0], rtol=TIE, atol=TIE):  # before anything was decided
         return False
     if "sequences_scores" in expected:
-        if torch.equal(expected.sequences, found.sequences):
-            return _have_changed_places(_by_row(expected), _by_row(found))
-        return torch.allclose(expected.sequences_scores, found.sequences_scores, rtol=0, atol=TIE)
-    for step, (stock, fast) in enumerate(zip(expected.logits, found.logits)):
+        if torch.equal(expected.sequences, output.sequences):
+            return _have_changed_places(_by_row(expected), _by_row(output))
+        return torch.allclose(expected.sequences_scores, output.sequences_scores, rtol=0, atol=TIE)
+    for step, (stock, fast) in enumerate(zip(expected.logits, output.logits)):
         if not torch.allclose(stock, fast, rtol=TIE, atol=TIE):
             return False
-        if not torch.equal(expected.scores[step].isinf(), found.scores[step].isinf()):
+        if not torch.equal(expected.scores[step].isinf(), output.scores[step].isinf()):
             return True
         position = step - len(expected.logits)  # counted from the end
         best, second = expected.scores[step].topk(2).values.unbind(-1)
-        if (expected.sequences != found.sequences)[:, position].any():
+        if (expected.sequences != output.sequences)[:, position].any():
             return bool((best - second < TIE).any())
     return False
 
 
 def _by_row(outputs: Any) -> list[torch.Tensor]:
-    """Scores of all steps, and keys of all layers, `[rows, …]`: the last step may have moved rows."""
+    """Returns scores of all steps, and keys of all layers, `[rows, …]`: the last step may have moved rows."""
     cache = outputs.get("past_key_values")
     layers = [] if cache is None else kv_layers.layers_of(cache)
     keys = [layer.keys.flatten(1) for layer in layers if isinstance(getattr(layer, "keys", None), torch.Tensor)]
-    return [*outputs.scores, *(one for one in keys if one.shape[0] == outputs.scores[0].shape[0])]
+    return [*outputs.scores, *(states for states in keys if states.shape[0] == outputs.scores[0].shape[0])]
 
 
-def _have_changed_places(expected: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
-    """Whether values of rows, `[rows, size]` each, differ by the order of their rows only."""
-    apart = [(one[:, None] - other[None]).nan_to_num().abs().amax(-1) for one, other in zip(expected, found)]
+def _have_changed_places(expected: list[torch.Tensor], values: list[torch.Tensor]) -> bool:
+    """Returns whether values of rows, `[rows, size]` each, differ by the order of their rows only."""
+    apart = [(a[:, None] - b[None]).nan_to_num().abs().amax(-1) for a, b in zip(expected, values)]
     moved = any((distances.diagonal() > TIE).any() for distances in apart)
     return moved and all((distances.min(dim).values < TIE).all() for distances in apart for dim in (0, 1))
 
@@ -237,10 +230,10 @@ def run(
     context: str = "",
     is_enough: Callable[[Counter[str]], bool] = lambda counts: False,
 ) -> tuple[Counter[str], list[str]]:
-    """Counts of verdicts ("equal, shared", …), and a line for each case that differed.
+    """Returns counts of verdicts ("equal, shared", …), and a line for each case that differed.
 
-    context: a part of the names of those that count, among cases of these and later seeds. is_enough: says of the
-    counts so far that no more comparisons are needed.
+    context: a part of the contexts' names, among these and later seeds. is_enough: tells from the counts so far that
+    no more comparisons are needed.
     """
     counts: Counter[str] = Counter()
     differences = []

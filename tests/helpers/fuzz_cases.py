@@ -1,6 +1,4 @@
-"""What the comparison fuzzer varies: one case is drawn from one seed, and the same seed draws the same case."""
-
-from __future__ import annotations
+"""Cases of the comparison fuzzer: one is drawn from one seed, and the same seed draws the same case."""
 
 import functools
 from dataclasses import dataclass, field
@@ -10,10 +8,10 @@ from typing import Any
 import torch
 from architectures import BY_NAME
 from own_models import ODD, odd_model
-from parity import padded, tiny, token_ids
+from tiny_models import padded, tiny, token_ids
 from torch import nn
 
-# Checkpoints of these keep is_decoder=False: their forward fills the cache that it is given and does not return it.
+# Checkpoints of these keep is_decoder=False: their forward fills the caller's cache and does not return it.
 ENCODERS = ("bert", "roberta", "xlm-roberta", "electra", "camembert", "big_bird")
 # Built with more positions, for prompts of which few queries see many keys.
 LONG = ("pegasus", "bart", "marian", "gpt2", "llama")
@@ -64,16 +62,16 @@ CONTEXTS = {
 
 @dataclass
 class Case:
-    """One generate with everything that it is called with."""
+    """One call of generate with all its arguments."""
 
     seed: int
     name: str
     context: str
     inputs: dict[str, torch.Tensor]
     arguments: dict[str, Any]
-    words: list[str] = field(default_factory=list)  # what is special about it
+    words: list[str] = field(default_factory=list)  # its peculiarities
     by_embeddings: bool = False  # the model gets `inputs_embeds` in place of `input_ids`
-    tokens_only: bool = False  # not the scores, attentions and caches, with which loops are the library's
+    tokens_only: bool = False  # no scores, attentions and caches, which only the library's loops return
 
     def __str__(self) -> str:
         shapes = {name: tuple(value.shape) for name, value in self.inputs.items()}
@@ -86,7 +84,7 @@ class Case:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether a second call differs from the first in the library, too: each way gets a copy of an unused model.
+        """Returns whether a second call differs in the library, too: each way gets a copy of an unused model.
 
         BigBird and BigBird-Pegasus give up sparse attention at a short input, for good, with new modules that draw
         random numbers; RecurrentGemma remembers its last states.
@@ -95,12 +93,12 @@ class Case:
 
     @property
     def program(self) -> str:
-        """The key of `PROGRAMS`, if a program changes something."""
+        """The key of `PROGRAMS`, if user code changes something."""
         return self.context.removeprefix("captured, ")
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The dtype of the weights."""
         return HALF_DTYPES.get(self.context, torch.float32)
 
     @property
@@ -154,7 +152,7 @@ def _draw_decoding(random: Random, case: Case) -> None:
         arguments["num_return_sequences"] = random.choice((2, 3, 5))
     arguments["do_sample"] = "sample" in way
     arguments["max_new_tokens"] = random.choice((1, 2, 4, 7, 12))
-    if case.is_half:  # the tokens are given, so that rounding decides about none
+    if case.is_half:  # the tokens are fixed, so that rounding decides about none
         arguments.update(do_sample=True, num_beams=1, num_return_sequences=random.choice((2, 4)))
 
 
@@ -235,7 +233,7 @@ def _pad_both_sides(random: Random, case: Case, inputs: dict[str, torch.Tensor])
 def _with_prefix(
     random: Random, case: Case, inputs: dict[str, torch.Tensor], lengths: list[int]
 ) -> dict[str, torch.Tensor]:
-    """The same prompts behind a common prefix, of which some of the rows may have more in common."""
+    """Returns the same prompts after a common prefix, of which some of the rows may have more in common."""
     common = random.choice((2, 3, 9, 20))
     prefix = token_ids(1, common + 4, seed=case.seed + 1)[0]
     more = [random.choice((0, 4)) for _ in lengths] if random.random() < 0.3 else [0] * len(lengths)
@@ -245,12 +243,9 @@ def _with_prefix(
     ]
     longest = max(map(len, texts))
     left = bool(inputs["attention_mask"][:, -1].all())
-    found = {
-        "input_ids": torch.full((len(texts), longest), 1),
-        "attention_mask": torch.zeros(len(texts), longest).long(),
-    }
+    input_ids, mask = torch.full((len(texts), longest), 1), torch.zeros(len(texts), longest).long()
     for row, text in enumerate(texts):
         place = slice(longest - len(text), None) if left else slice(len(text))
-        found["input_ids"][row, place], found["attention_mask"][row, place] = text, 1
+        input_ids[row, place], mask[row, place] = text, 1
     case.words.append(f"(common prefix of {common})")
-    return found
+    return {"input_ids": input_ids, "attention_mask": mask}

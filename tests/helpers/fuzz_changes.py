@@ -1,10 +1,8 @@
-"""What the comparison fuzzer lets a program change: its model within a call or between calls, and the host's helpers.
+"""Changes by user code, for the comparison fuzzer: to the model within or between calls, and to the host's helpers.
 
-Each function of `PROGRAMS` gets random numbers, a copy of a model that it may change, and `generate`; it gives all that
-the program sees. The fuzzer calls it twice, without fastgen and with it, from the same random numbers.
+Each function of `PROGRAMS` gets random numbers, a copy of a model that it may change, and `generate`; it returns all
+that user code sees. The fuzzer calls it twice, without fastgen and with it, from the same random numbers.
 """
-
-from __future__ import annotations
 
 import contextlib
 import functools
@@ -29,7 +27,7 @@ Change = Callable[[Random, nn.Module], None]
 
 
 def steered(states: Tensor) -> Tensor:
-    """Each row times another number, so that fewer rows give other results."""
+    """Multiplies each row by another number, so that fewer rows give other results."""
     return states * torch.linspace(0.7, 1.3, states.shape[0]).view(-1, *[1] * (states.dim() - 1)).to(states.dtype)
 
 
@@ -98,7 +96,7 @@ def training_mode(random: Random, model: nn.Module) -> None:
 
 
 def other_activation(random: Random, model: nn.Module) -> None:
-    """A plain function, as programs set it."""
+    """Sets a plain function, as user code does."""
     names = ("act", "act_fn", "activation_fn", "activation", "intermediate_act_fn")
     places = [(module, name) for module in model.modules() for name in names if callable(getattr(module, name, None))]
     if places:
@@ -117,7 +115,7 @@ def adapter(random: Random, model: nn.Module) -> None:
     from peft import LoraConfig
 
     if not getattr(model, "_hf_peft_config_loaded", False):
-        with contextlib.suppress(ValueError):  # which peft has for some models
+        with contextlib.suppress(ValueError):  # peft raises it for some models
             model.add_adapter(LoraConfig(target_modules="all-linear", init_lora_weights=False))
     elif random.random() < 0.5:
         model.disable_adapters()
@@ -142,7 +140,7 @@ CHANGES: tuple[Change, ...] = (
 
 
 class _AtStep:
-    """Calls `change` when a step of this number begins, and notes what the program sees."""
+    """Calls `change` when the step of this number begins."""
 
     def __init__(self, change: Callable[[], None], step: int) -> None:
         self.change, self.left = change, step
@@ -174,7 +172,7 @@ class _Streamer(_AtStep, BaseStreamer):
 
 
 class _Prefix(_AtStep):
-    """Asked for each row or once for equal ones: changes the model as soon as the rows are longer than at first."""
+    """Is asked for each row, or once for equal ones; changes the model as soon as the rows are longer than at first."""
 
     def __call__(self, batch_id: int, input_ids: Tensor) -> list[int]:
         if self.left > 0:
@@ -201,8 +199,8 @@ def changes_in_a_call(random: Random, model: nn.Module, generate: Generate) -> A
     kind = random.choice(tuple(USER_CODE))
 
     def change() -> None:
-        for one in changes:
-            one(random, model)
+        for apply in changes:
+            apply(random, model)
 
     arguments = USER_CODE[kind](change, min(step, 2) if kind == "prefix function" else step)
     before = generate(model) if random.random() < 0.7 else None
@@ -212,41 +210,41 @@ def changes_in_a_call(random: Random, model: nn.Module, generate: Generate) -> A
 
 
 def changes_between_calls(random: Random, model: nn.Module, generate: Generate) -> Any:
-    found = [generate(model)]
+    outputs = [generate(model)]
     for _ in range(2):
         random.choice(CHANGES)(random, model)
-        found.append(generate(model))
-    return found
+        outputs.append(generate(model))
+    return outputs
 
 
 def kept_prefix(random: Random, model: nn.Module, generate: Generate) -> Any:
     """Calls that begin alike, on a model that changes between some of them."""
-    found = []
+    outputs = []
     with fastgen.reusing_prefix(model):
         for seed in range(3):
             if random.random() < 0.25:
                 random.choice(CHANGES)(random, model)
-            found.append(generate(model, edit=functools.partial(_other_ending, Random(random.random() + seed))))
-    return found
+            outputs.append(generate(model, edit=functools.partial(_other_ending, Random(random.random() + seed))))
+    return outputs
 
 
 def _other_ending(random: Random, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """These inputs, some of whose last tokens are others, or of the first rows only."""
+    """Returns these inputs with other last tokens, or of the first row only."""
     if "input_ids" not in inputs:
         return inputs
     rows, length = inputs["input_ids"].shape
     input_ids, changed = inputs["input_ids"].clone(), random.randint(0, length)
     input_ids[:, length - changed :] = torch.tensor([[random.randint(5, 90) for _ in range(changed)]]).long()
-    kept = random.choice((rows, rows, 1))
-    shorter = {name: value[:kept] if value.shape[0] == rows else value for name, value in inputs.items()}
-    return {**shorter, "input_ids": input_ids[:kept]}
+    count = random.choice((rows, rows, 1))
+    shorter = {name: value[:count] if value.shape[0] == rows else value for name, value in inputs.items()}
+    return {**shorter, "input_ids": input_ids[:count]}
 
 
 HOOKED = ("__", "forward", "_init", "init_", "get_", "set_", "post_init", "_can_", "_supports")
 
 
 def _places(model: nn.Module) -> list[tuple[Any, str]]:
-    """Functions of torch and of the model's modeling files, and methods of its classes that are no forward."""
+    """Returns functions of torch and of the model's modeling files, and methods of its classes that are no forward."""
     classes = {type(module) for module in model.modules() if "modeling" in type(module).__module__}
     files = {sys.modules[cls.__module__] for cls in classes}
     return [(functional, "linear"), (functional, "scaled_dot_product_attention")] + [
@@ -267,20 +265,20 @@ def _steered_where_it_may(value: Any) -> Any:
 
 
 def replaced_helper(random: Random, model: nn.Module, generate: Generate) -> Any:
-    """Code of the host that the program replaces sees what it saw, and may treat rows differently.
+    """Replaces a function of the host by one that notes what it sees, and may treat rows differently.
 
-    In a class of the program's own it sees more: before its first use fastgen repeats the first steps of the call.
+    In a class of user code it sees more: before its first use fastgen repeats the first steps of the call.
     """
     before = generate(model) if random.random() < 0.5 else None
     (owner, name), seen, steers = random.choice(_places(model)), [], random.random() < 0.6
     original = getattr(owner, name)
 
-    def of_program(*args: Any, **kwargs: Any) -> Any:
+    def replaced(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         seen.append([list(value.shape) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)])
         return _steered_where_it_may(result) if steers else result
 
-    replacement = functools.wraps(original)(of_program) if random.random() < 0.5 else of_program
+    replacement = functools.wraps(original)(replaced) if random.random() < 0.5 else replaced
     with mock.patch.object(owner, name, replacement):
         within = generate(model)
     return before, within, [] if isinstance(model, OddModel) else seen, generate(model)

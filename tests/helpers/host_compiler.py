@@ -1,7 +1,5 @@
 """Compiles C++ for tests; `csrc/*.cu` too, with the stand-in for CUDA in `cuda_shim/`."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import subprocess
@@ -24,7 +22,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 def compile_cpp(output: Path, *arguments: str | Path) -> Path:
-    """`g++ arguments... -o output`; warnings are errors. `.cu` files are C++ to it."""
+    """Runs `g++ arguments... -o output`; warnings are errors, and `.cu` files are C++."""
     includes = [f"-I{SHIM}", f"-I{CSRC}"]
     command = ["g++", "-std=c++17", "-g", "-O1", *WARNINGS, "-pthread", *includes, "-x", "c++"]
     done = subprocess.run([*command, *arguments, "-o", output], capture_output=True, text=True)
@@ -34,12 +32,12 @@ def compile_cpp(output: Path, *arguments: str | Path) -> Path:
 
 
 def compile_library(output: Path, *arguments: str | Path) -> ctypes.CDLL:
-    """The library; its own functions come before those of the real CUDA, which a build of torch for GPUs has loaded."""
+    """Compiles and loads a library; its functions hide those of the real CUDA that a GPU build of torch loads."""
     return ctypes.CDLL(str(compile_cpp(output, "-shared", "-fPIC", "-Wl,-Bsymbolic", *arguments)))
 
 
 def cuda_on_host(library: ctypes.CDLL) -> Callable:
-    """As `kernels.ban_on_cuda`, with a library that the shim is part of."""
+    """Returns `kernels.ban_on_cuda`, compiled for the host with the shim."""
     function = library.fastgen_no_repeat_ngram_cuda
     function.argtypes = (ctypes.POINTER(kernels.NGramProblem), ctypes.c_int32, ctypes.c_void_p)
     function.restype = ctypes.c_char_p

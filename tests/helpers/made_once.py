@@ -1,7 +1,5 @@
 """Folders that are filled once for all workers of pytest-xdist."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +8,9 @@ from filelock import FileLock
 
 
 def made_once(basetemp: Path, name: str, make: Callable[[Path], object]) -> Path:
-    """The folder `name` of this run of pytest, which the first that asks has `make` fill; others wait for it.
+    """Returns the folder `name` of this run of pytest; the first worker that asks lets `make` fill it, others wait.
 
-    basetemp: of this worker, as `tmp_path_factory.getbasetemp()`, which `tmp_path` is in.
+    basetemp: `tmp_path_factory.getbasetemp()` of this worker.
     """
     folder = (basetemp.parent if "PYTEST_XDIST_WORKER" in os.environ else basetemp) / name
     done = folder / "done"

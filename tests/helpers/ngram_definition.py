@@ -25,7 +25,7 @@ WIDE_NGRAM_SIZES = [1, 2, 3, 32, 33, 34, 64, 65, 66, 97, 128, 129, 130, 256, 257
 
 
 def banned(row: Sequence[int], ngram_size: int, source: Sequence[int] | None = None) -> set[int]:
-    """The tokens that, appended to `row`, end it with an n-gram that `source` (None: `row`) already holds."""
+    """Returns the tokens that would end `row` with an n-gram that `source` (None: `row`) already holds."""
     if len(row) < ngram_size - 1:
         return set()
     source = row if source is None else source
@@ -48,12 +48,12 @@ class Case:
         return self.tokens, self.scores, self.ngram_size, self.lengths, self.encoder_tokens
 
     def to(self, device: str) -> Case:
-        """A copy on a device: buffers and strides as here."""
+        """Copies to a device, with the same buffers and strides."""
         moved = {name: on(device, value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved)
 
     def banned(self) -> list[set[int]]:
-        """For each row what is banned, tokens outside the vocabulary included."""
+        """Returns the banned tokens of each row, including those outside of the vocabulary."""
         rows, width = self.tokens.shape
         lengths = torch.as_tensor(width if self.lengths is None else self.lengths).expand(rows).tolist()
         valid = [row[: min(max(length, 0), width)] for row, length in zip(self.tokens.tolist(), lengths)]
@@ -63,7 +63,7 @@ class Case:
         return [banned(row, self.ngram_size, sources[i * len(sources) // rows]) for i, row in enumerate(valid)]
 
     def expected(self) -> Tensor:
-        """The scores as they must become; their buffer is a copy of what it is now."""
+        """Returns the scores after blocking, in a copy of their buffer."""
         result = on(self.scores.device, self.scores)
         for row, tokens in enumerate(self.banned()):
             for token in tokens:
@@ -77,21 +77,21 @@ def buffer(view: Tensor) -> Tensor:
 
 
 def on(device: str | torch.device, view: Tensor) -> Tensor:
-    """A copy of the view and its buffer."""
+    """Copies the view and its buffer."""
     return torch.as_strided(
         buffer(view).detach().to(device, copy=True), view.shape, view.stride(), view.storage_offset()
     )
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    """Whether all bits are equal, but those of NaN: torch's operations on half precision may turn one into another."""
-    bits = BITS[one.element_size()]
-    is_same = (one.view(bits) == other.view(bits)) | (one.isnan() & other.isnan())
-    return one.shape == other.shape and bool(is_same.all())
+def same(scores: Tensor, expected: Tensor) -> bool:
+    """Returns whether all bits are equal but those of NaN, which torch's operations on half precision may change."""
+    bits = BITS[scores.element_size()]
+    is_same = (scores.view(bits) == expected.view(bits)) | (scores.isnan() & expected.isnan())
+    return scores.shape == expected.shape and bool(is_same.all())
 
 
 def check(ban: Callable, case: Case) -> None:
-    """Fails unless `ban`, one of the implementations, writes what the definition says, and nothing else."""
+    """Fails unless `ban`, one of the implementations, writes exactly what the definition requires."""
     expected = case.expected()
     inputs = [value for value in (case.tokens, case.encoder_tokens, case.lengths) if isinstance(value, Tensor)]
     before = [buffer(value).clone() for value in inputs]
@@ -104,7 +104,7 @@ def check(ban: Callable, case: Case) -> None:
 
 
 def wrapped(values: Sequence, rows: int, columns: int, dtype: torch.dtype, shift: int = 0) -> Tensor:
-    """`[rows, columns]`: each row repeats `values`, starting `shift` further than the row before."""
+    """Returns `[rows, columns]`, whose rows repeat `values`, each starting `shift` further than the one before."""
     index = torch.arange(columns) + shift * torch.arange(rows).unsqueeze(1)
     return torch.tensor(values, dtype=dtype)[index % len(values)]
 
@@ -122,7 +122,7 @@ LAYOUTS: dict[str, tuple[Callable[[int, int], tuple[int, int]], Callable[[Tensor
 
 
 def lay_out(values: Tensor, layout: str, garbage: Sequence) -> Tensor:
-    """`values` as a view of a larger buffer, the rest of which is `garbage`."""
+    """Returns `values` as a view of a larger buffer, the rest of which is `garbage`."""
     size_of, view_of = LAYOUTS[layout]
     size = size_of(*values.shape)
     view = view_of(wrapped(garbage, 1, math.prod(size), values.dtype).reshape(size))
@@ -134,7 +134,7 @@ def lay_out(values: Tensor, layout: str, garbage: Sequence) -> Tensor:
 def cases(
     draw: st.DrawFn, max_rows: int = 6, max_width: int = 16, max_period: int = 6, ngram_sizes: Sequence[int] = ()
 ) -> Case:
-    """Problems of few different tokens, so that n-grams repeat, and what lies around them would repeat too.
+    """Problems of few different tokens, so that n-grams repeat, also with the buffer around them.
 
     max_period: of the sequence of tokens. ngram_sizes: those to be drawn; none means 1 to two more than the width.
     """
@@ -201,4 +201,4 @@ def lengths(draw: st.DrawFn, rows: int, width: int, ngram_size: int) -> int | Te
     values = draw(st.lists(value, min_size=rows, max_size=rows))
     if form == "one a row":
         return torch.tensor(values, dtype=dtype)
-    return torch.tensor([value for one in values for value in (one, width)], dtype=dtype)[::2]
+    return torch.tensor([number for value in values for number in (value, width)], dtype=dtype)[::2]

@@ -1,10 +1,8 @@
-"""Small model classes of a program's own, whose attention is whatever a test makes of it."""
-
-from __future__ import annotations
+"""Small model classes of user code, with an attention that each test chooses."""
 
 import torch
 from architectures import SPECIAL, VOCABULARY
-from parity import lively
+from tiny_models import lively
 from torch import Tensor, nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -24,7 +22,7 @@ class OddConfig(PretrainedConfig):
 
 
 class OddModel(PreTrainedModel, GenerationMixin):
-    """Two layers of attention without positions; `attend(query, keys, values, mask)` is what a test makes of it."""
+    """Two layers of attention without positions; a test passes `attend(query, keys, values, mask)`."""
 
     config_class = OddConfig
     _supports_sdpa = True
@@ -66,7 +64,7 @@ def repeated(states: Tensor) -> Tensor:
 
 
 def odd_model(attend, base: type[OddModel] = OddModel) -> OddModel:
-    own_class = type(base.__name__, (base,), {})  # whether a class can be trusted is found out once for each
+    own_class = type(base.__name__, (base,), {})  # each class is verified once
     return lively(own_class(OddConfig(), attend)).eval()
 
 
@@ -79,7 +77,7 @@ def by_einsum(query, keys, values, mask):
     return torch.einsum("bhqk,bhkd->bhqd", weights, repeated(values))
 
 
-def of_sliced_keys(query, keys, values, mask):
+def by_sliced_keys(query, keys, values, mask):
     keys, values = keys[:, :, -4:], values[..., -4:, :]
     return weigh(query @ repeated(keys).mT, mask[..., -4:]) @ repeated(values)
 
@@ -96,5 +94,5 @@ def by_rows_of_numpy(query, keys, values, mask):
     return weigh(query @ repeated(keys).mT, mask) @ repeated(values)
 
 
-# What no library model does to its keys.
-ODD = (by_einsum, of_sliced_keys, by_key_order, by_rows_of_numpy)
+# Uses of keys that no library model has.
+ODD = (by_einsum, by_sliced_keys, by_key_order, by_rows_of_numpy)

@@ -1,6 +1,4 @@
-"""Runs Python in a process of its own: what an import does can be seen only once in a process."""
-
-from __future__ import annotations
+"""Runs Python in a process of its own: the effect of an import can be seen only once in a process."""
 
 import os
 import subprocess
@@ -11,7 +9,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def run_python(*args: str, path: Path | str = "", cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess:
-    """`python args...` with fastgen and the modules in `path` importable, `env` set and no other FASTGEN variable."""
+    """Runs `python args...` with fastgen and the modules in `path` importable, and no FASTGEN variables but `env`."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("FASTGEN_")}
     search = os.pathsep.join([str(path), str(REPOSITORY)] if path else [str(REPOSITORY)])
     return subprocess.run(
@@ -24,7 +22,7 @@ def run_python(*args: str, path: Path | str = "", cwd: Path | None = None, **env
 
 
 def run_code(code: str, path: Path | str = "", **env: str) -> str:
-    """What `code` prints; fails with its stderr where it does not end well."""
+    """Returns the output of `code`; fails with its stderr if its exit status is not 0."""
     done = run_python("-c", code, path=path, **env)
     if done.returncode:
         raise AssertionError(f"exit status {done.returncode}\n{done.stdout}{done.stderr}")

@@ -1,6 +1,4 @@
-"""Workers in processes of Ray: a cluster on this machine, and how to change what a worker does."""
-
-from __future__ import annotations
+"""Workers in processes of Ray: a cluster on this machine, and a way to change the code of a worker."""
 
 import os
 import shutil
@@ -12,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-# Python runs this in every process that begins with the folder on its path, before anything else.
+# Python runs this first in every process that has the folder on its path.
 SITE = """
 import pathlib, wrapt
 code = pathlib.Path(__file__).with_name("change.py")

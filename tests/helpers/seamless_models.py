@@ -1,14 +1,12 @@
 """Tiny random Seamless M4T models of both versions, and inputs for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 import transformers
 
 LANGUAGES = ("eng", "fra")
-# Of the text's encoder and decoder, of those that make units, and of the speech encoder.
+# Sizes of the text's encoder and decoder, and of those that generate units.
 LAYERS = {
     f"{prefix}{part}_{what}": number
     for prefix in ("", "t2u_")
@@ -59,7 +57,7 @@ KINDS = ("Model", "ForTextToText", "ForSpeechToText", "ForTextToSpeech", "ForSpe
 
 
 def seamless(version: str, kind: str, seed: int = 0) -> transformers.PreTrainedModel:
-    """One of the ten classes, such as SeamlessM4Tv2ForSpeechToSpeech, with random weights, in evaluation mode."""
+    """Returns one of the ten classes, such as SeamlessM4Tv2ForSpeechToSpeech, with random weights."""
     torch.manual_seed(seed)
     config = getattr(transformers, f"{version}Config")(**SIZES[version])
     model = getattr(transformers, version + kind)(config).eval()
@@ -78,7 +76,7 @@ def seamless(version: str, kind: str, seed: int = 0) -> transformers.PreTrainedM
 
 
 def inputs_of(kind: str, batch_size: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """input_ids [B, T], or input_features [B, F, 10] with a mask, of rows that differ in length."""
+    """Returns input_ids [B, T], or input_features [B, F, 10], with the mask of rows that differ in length."""
     draw = torch.Generator().manual_seed(seed)
     lengths = [9 - 2 * row for row in range(batch_size)]
     if kind.startswith("ForSpeech"):

@@ -1,12 +1,10 @@
-"""UniLM from its definition: the whole sequence at each step, no cache, one row after the other, masks pair by pair."""
-
-from __future__ import annotations
+"""UniLM from its definition: the whole sequence at each step, no cache, row by row, masks pair by pair."""
 
 import math
 from typing import Any
 
 import torch
-from parity import lively
+from tiny_models import lively
 from torch import Tensor
 from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -28,7 +26,7 @@ SIZES = {
 
 
 def tiny_unilm(kind: type = UniLMForConditionalGeneration, **overrides: Any) -> UniLMForConditionalGeneration:
-    """A lively model in evaluation mode, with biases and norms that have a say as well."""
+    """Returns a lively model in evaluation mode, with biases and norms that have a say as well."""
     model = lively(kind(UniLMConfig(**SIZES | overrides))).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -39,7 +37,7 @@ def tiny_unilm(kind: type = UniLMForConditionalGeneration, **overrides: Any) -> 
 
 
 def sees(kind: str, query: int, key: int, source: int, length: int) -> bool:
-    """Figure 1 of the paper, for one pair of places in a sequence of `source` tokens and others behind them."""
+    """Figure 1 of the paper, for one pair of places in a sequence of `source` tokens and others after them."""
     if key >= length:
         return False
     if kind == "bidirectional":
@@ -52,18 +50,18 @@ def sees(kind: str, query: int, key: int, source: int, length: int) -> bool:
 
 
 def relative_bias(model: UniLMForConditionalGeneration, head: int, length: int) -> Tensor:
-    """What version 2 adds to the scores of a head, `[length, length]`, pair by pair."""
+    """Returns what version 2 adds to the scores of a head, `[length, length]`, pair by pair."""
     if not model.config.rel_pos_bins:
         return torch.zeros(length, length, dtype=model.dtype)
     weight, places = model.state_dict()["bert.rel_pos_bias.weight"], torch.arange(length)
     bins = T5Attention._relative_position_bucket(
         places - places[:, None], True, model.config.rel_pos_bins, model.config.max_rel_pos
     )
-    return torch.stack([torch.stack([weight[head, one] for one in row]) for row in bins])
+    return torch.stack([torch.stack([weight[head, number] for number in row]) for row in bins])
 
 
 def slow_logits(model: UniLMForConditionalGeneration, ids: list[int], types: list[int], mask: Tensor) -> Tensor:
-    """Logits `[length, vocab_size]` of one sequence, from the weights by their published names."""
+    """Returns logits `[length, vocab_size]` of one sequence, from the weights by their published names."""
     weights, config = model.state_dict(), model.config
 
     def linear(name: str, states: Tensor) -> Tensor:
@@ -95,15 +93,11 @@ def slow_logits(model: UniLMForConditionalGeneration, ids: list[int], types: lis
     states = norm(
         "cls.predictions.transform.LayerNorm", functional.gelu(linear("cls.predictions.transform.dense", states))
     )
-    return linear_of_vocabulary(weights, states)
-
-
-def linear_of_vocabulary(weights: dict[str, Tensor], states: Tensor) -> Tensor:
     return states @ weights["bert.embeddings.word_embeddings.weight"].T + weights["cls.predictions.bias"]
 
 
 def next_logits(model: UniLMForConditionalGeneration, source: list[int], target: list[int]) -> Tensor:
-    """Logits `[vocab_size]` of the token after this source and target, with everything computed from the start."""
+    """Returns logits `[vocab_size]` of the token after this source and target, all computed from the start."""
     config = model.config
     ids = [*source, *target, config.mask_token_id]
     types = [config.source_type_id] * len(source) + [config.target_type_id] * (len(target) + 1)

@@ -1,21 +1,22 @@
-"""Tests of what older versions of a library do not do, or do wrong by themselves."""
-
-from __future__ import annotations
+"""Marks of tests that need a GPU, or what older versions of a library cannot do, or do wrong by themselves."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
+import torch
 from packaging.version import Version
 from transformers.integrations import peft as integration
 
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
 
 def needs(library: str, lowest: str, why: str) -> pytest.MarkDecorator:
-    """A mark that skips where `library` is older than `lowest`, because of `why`."""
+    """Returns a mark that skips if `library` is older than `lowest`, because of `why`."""
     return pytest.mark.skipif(Version(version(library)) < Version(lowest), reason=f"{library} before {lowest}: {why}")
 
 
 def has_peft() -> bool:
-    """Whether transformers takes adapters of the peft that is installed, which may be too old for it."""
+    """Returns whether the installed peft is new enough for transformers."""
     try:
         return Version(version("peft")) >= Version(getattr(integration, "MIN_PEFT_VERSION", "0"))
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Models of ours take and return their KV cache under the library's name for it, and under the older one."""
+"""fastgen's models take and return their KV cache under the library's name, and under the older one."""
 
 import inspect
 
@@ -42,11 +42,11 @@ def test_a_cache_is_taken_under_both_names(make, name):
 
 
 @pytest.mark.parametrize("make", [causal, seq2seq, unilm])
-def test_signatures_have_the_library_s_name(make):
+def test_signatures_have_the_librarys_name_of_the_cache(make):
     parameters = inspect.signature(make()[0].forward).parameters
     assert CACHE in parameters and not {"cache", "past_key_values"} - {CACHE} & parameters.keys()
 
 
-def test_both_names_at_once_are_an_error():
+def test_both_names_of_a_cache_together_are_an_error():
     with pytest.raises(ValueError, match="cache and past_key_values are one argument"):
         named_cache(lambda cache=None: cache)(cache=1, past_key_values=2)

@@ -1,6 +1,4 @@
-"""The demo model: its data are right, it fits in the package, and it does what its card says."""
-
-from __future__ import annotations
+"""The demo model has right data, fits in the package, and does what its card says."""
 
 import re
 from random import Random
@@ -45,18 +43,18 @@ def outputs(model, tokenizer, lines: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [*range(130), 999, 1000, 1001, 1250, 20_000, 345_678, 1_000_000, 2_000_000_013])
-def test_numbers_are_said_as_num2words_says_them(number):
+def test_numbers_are_spoken_as_by_num2words(number):
     assert cardinal(number) == in_plain_words(num2words(number))
     assert ordinal(number) == in_plain_words(num2words(number, to="ordinal"))
     assert f"{number}{ordinal_suffix(number)}" == num2words(number, to="ordinal_num")
 
 
 @pytest.mark.parametrize("number", [1700, 1709, 1812, 1900, 1905, 1999, 2000, 2007, 2010, 2021, 2049])
-def test_years_are_said_as_num2words_says_them(number):
+def test_years_are_spoken_as_by_num2words(number):
     assert year(number) == in_plain_words(num2words(number, to="year"))
 
 
-def test_other_number_forms():
+def test_signs_decimals_digits_and_romans_are_spoken():
     assert cardinal(-29) == "minus twenty nine"
     assert decimal("1,250.05") == "one thousand two hundred fifty point zero five"
     assert digits("555-0142") == "five five five zero one four two"
@@ -105,7 +103,7 @@ def test_training_batches_leave_out_the_excluded_lines(tokenizer):
     excluded = {line for line in drawn if "the" in line}
     stream = batches(Random(5), tokenizer, excluded, batch_tokens=1600)
     seen: set[str] = set()
-    # The stream draws 4096 lines at a time; this is well below what is left of them.
+    # The stream draws 4096 lines at a time, of which many more are left.
     while len(seen) < 300:
         batch = next(stream)
         assert batch["input_ids"].shape == batch["attention_mask"].shape

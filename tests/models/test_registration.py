@@ -1,7 +1,5 @@
 """transformers finds the models of fastgen once it is imported, in either order, and imports nothing for them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -23,7 +21,7 @@ before = modules()
 unilm = AutoConfig.for_model("unilm", **{SIZES})
 mqa = AutoConfig.for_model("mqa_transformer", d_model=16, d_ff=16, head_dim=4, vocab_size=9)
 models = AutoModelForCausalLM.from_config(unilm), AutoModelForSeq2SeqLM.from_config(mqa)
-print(len(before), *(type(one).__name__ for one in (unilm, mqa, *models)))
+print(len(before), *(type(item).__name__ for item in (unilm, mqa, *models)))
 """
     names = ["UniLMConfig", "MQATransformerConfig"]
     names += ["UniLMForConditionalGeneration", "MQATransformerForConditionalGeneration"]

@@ -1,9 +1,7 @@
 """Attention of few queries and of many, `csrc/few_queries.cpp` and `csrc/flash_attention.cpp`: the numbers of torch.
 
-Also where other rows and threads take part, and where torch's function is computed by these kernels.
+The bits depend on no other rows and threads; inside a context torch's own function runs these kernels.
 """
-
-from __future__ import annotations
 
 from collections import Counter
 
@@ -69,16 +67,16 @@ def test_causal_queries_see_what_they_see_in_torch(length, keys, groups, width, 
 def test_bits_depend_neither_on_rows_nor_on_threads(kernel, length, part, dtype):
     query, keys, values, mask = random_case((4, 1), (100, 9), 2, 3, length, 64, 64, "added", dtype)
     with torch.no_grad():
-        found = kernel.attention(query, keys, values, mask, 0.2)
+        output = kernel.attention(query, keys, values, mask, 0.2)
         with torch_threads(1):
-            of_one_row = [keys[0][1:2], keys[1][5:6]], [values[0][1:2], values[1][5:6]], mask[5:6, :, part]
-            alone = kernel.attention(query[5:6, :, part], *of_one_row, 0.2)
-    assert torch.equal(found[5:6, :, part], alone)
+            one_row = [keys[0][1:2], keys[1][5:6]], [values[0][1:2], values[1][5:6]], mask[5:6, :, part]
+            alone = kernel.attention(query[5:6, :, part], *one_row, 0.2)
+    assert torch.equal(output[5:6, :, part], alone)
 
 
 @needs_library
 @pytest.mark.parametrize(("kernel", "length"), [(few_queries, 1), (flash_attention, 40)])
-def test_what_is_hidden_and_what_is_no_number_is_as_in_torch(kernel, length):
+def test_hidden_keys_and_nan_are_as_in_torch(kernel, length):
     query, keys, values, mask = random_case((1,), (70,), 1, 2, length, 64, 64, "added", torch.float32, inputs=5)
     mask[0, :, 0] = torch.finfo(torch.float32).min  # equal weights
     mask[1] = -torch.inf  # zeros
@@ -86,10 +84,10 @@ def test_what_is_hidden_and_what_is_no_number_is_as_in_torch(kernel, length):
     keys[0][3, :, 7], mask[3, ..., 7] = torch.nan, 0.0
     keys[0][4, :, 5], mask[4, ..., 5] = torch.inf, 0.0
     with torch.no_grad():
-        found = kernel.attention(query, keys, values, mask, 0.3)
+        output = kernel.attention(query, keys, values, mask, 0.3)
         expected = functional.scaled_dot_product_attention(query, keys[0], values[0], mask, scale=0.3)
-    assert (found[1] == 0).all() and found[2:4].isnan().all()
-    torch.testing.assert_close(found, expected, equal_nan=True, rtol=0, atol=1e-5)
+    assert (output[1] == 0).all() and output[2:4].isnan().all()
+    torch.testing.assert_close(output, expected, equal_nan=True, rtol=0, atol=1e-5)
 
 
 @needs_library
@@ -103,10 +101,10 @@ def test_large_and_small_scores_keep_their_weights(kernel, length):
 @needs_library
 @pytest.mark.parametrize("dtype", simd.DTYPES)
 @pytest.mark.parametrize("kind", ["lowest", "-inf", "bool"])
-def test_keys_behind_the_last_that_is_seen_are_not_read(kind, dtype):
-    """As in a cache of fixed size."""
+def test_keys_after_the_last_visible_one_are_not_read(kind, dtype):
+    """The unused part of a static cache is such keys."""
     query, keys, values, _ = random_case((4, 1), (40, 100), 2, 3, 1, 64, 64, None, dtype, inputs=2)
-    last = torch.tensor([30, 41, 139, 60, 57, 50, 44, 48])  # of each row's keys that it sees
+    last = torch.tensor([30, 41, 139, 60, 57, 50, 44, 48])  # visible key of each row
     sees = torch.arange(140) <= last[:, None, None, None]
     hidden = -torch.inf if kind == "-inf" else torch.finfo(dtype).min
     mask = sees if kind == "bool" else torch.zeros(sees.shape, dtype=dtype).masked_fill(~sees, hidden)
@@ -114,13 +112,13 @@ def test_keys_behind_the_last_that_is_seen_are_not_read(kind, dtype):
     with torch.no_grad():
         expected = few_queries.attention(query, keys, values, mask, 0.3)
         for states in keys[1], values[1]:
-            states[4:, :, 32:] = torch.nan  # of the last four rows none sees more than 18 of the second segment
-        found = few_queries.attention(query, keys, values, mask, 0.3)
-    assert torch.equal(found, expected)
+            states[4:, :, 32:] = torch.nan  # the last four rows see at most 18 keys of the second segment
+        output = few_queries.attention(query, keys, values, mask, 0.3)
+    assert torch.equal(output, expected)
 
 
 @needs_library
-def test_a_query_that_sees_no_key_has_torchs_result():
+def test_a_query_that_sees_no_key_has_the_result_of_torch():
     query, keys, values, _ = random_case((2, 1), (24, 40), 1, 2, 1, 64, 64, None, torch.float32, inputs=1)
     mask = torch.zeros(2, 1, 1, 64).masked_fill(torch.arange(64) > 30, torch.finfo(torch.float32).min)
     mask[1] = torch.finfo(torch.float32).min  # equal weights for all
@@ -133,8 +131,8 @@ def test_keys_that_no_query_of_a_tile_sees_are_not_computed():
     with torch.no_grad():
         expected = flash_attention.attention(query, keys, values, None, 0.3, is_causal=True)
         keys[0][:, :, 192:], values[0][:, :, 192:] = torch.nan, torch.nan
-        found = flash_attention.attention(query, keys, values, None, 0.3, is_causal=True)
-    assert torch.equal(found[:, :, :180], expected[:, :, :180]) and found[:, :, 192:].isnan().all()
+        output = flash_attention.attention(query, keys, values, None, 0.3, is_causal=True)
+    assert torch.equal(output[:, :, :180], expected[:, :, :180]) and output[:, :, 192:].isnan().all()
 
 
 @needs_library
@@ -148,14 +146,10 @@ def test_keys_that_no_query_of_a_tile_sees_are_not_computed():
 )
 def test_shared_attention_uses_the_kernel_for_so_many_queries(queries, length, part):
     case = random_case((queries, 1), (64, 48), 1, 2, length, 64, 64, "added", torch.float32)
-    with (
-        torch.no_grad(),
-        watched("attention, few queries") as of_few,
-        watched("attention, many queries") as of_many,
-    ):
+    with torch.no_grad(), watched("attention, few queries") as few, watched("attention, many queries") as many:
         expected = attention_by_products(*case, 0.125)
         torch.testing.assert_close(shared_attention(*case), expected, rtol=0, atol=1e-5)
-    assert (bool(of_few), bool(of_many)) == (part == "attention, few queries", part == "attention, many queries")
+    assert (bool(few), bool(many)) == (part == "attention, few queries", part == "attention, many queries")
 
 
 @needs_library
@@ -172,13 +166,13 @@ def sdpa(*args, **kwargs):
     with torch.no_grad():
         expected = functional.scaled_dot_product_attention(*args, **kwargs)
         with FlashAttention(usage):
-            found = functional.scaled_dot_product_attention(*args, **kwargs)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+            output = functional.scaled_dot_product_attention(*args, **kwargs)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
     return usage["flash attention"]
 
 
 @needs_library
-def test_inside_the_context_torchs_function_is_computed_here():
+def test_inside_the_context_the_kernel_computes_torchs_function():
     query, [keys], [values], mask = random_case((1,), (64,), 2, 3, 48, 64, 64, "bool", torch.float32)
     assert sdpa(query, keys, values, mask, enable_gqa=True) == 1
     assert sdpa(query, keys, values, is_causal=True, scale=0.5, enable_gqa=True) == 1
@@ -195,7 +189,7 @@ def test_inside_the_context_torchs_function_is_computed_here():
 
 
 @needs_library
-def test_torch_says_what_is_wrong_with_a_call():
+def test_invalid_calls_have_the_error_of_torch():
     query, [keys], [values], mask = random_case((1,), (64,), 2, 3, 48, 64, 64, "bool", torch.float32)
     for args, kwargs in (
         ((query, keys, values), {}),  # twice as many heads
@@ -207,7 +201,7 @@ def test_torch_says_what_is_wrong_with_a_call():
 
 
 @needs_library
-def test_a_mode_of_the_program_sees_torch_s_function():
+def test_a_torch_function_mode_of_user_code_sees_the_call():
     class Noting(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             noted.append(func)
@@ -221,7 +215,7 @@ def test_a_mode_of_the_program_sees_torch_s_function():
 
 
 @pytest.mark.parametrize("has_amx", [True, False])
-def test_where_torch_has_tiles_bf16_is_left_to_it(has_amx, monkeypatch):
+def test_bf16_is_left_to_torch_if_it_has_amx_tiles(has_amx, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx, raising=False)
     is_faster = flash_attention._is_faster.__wrapped__
     assert is_faster(torch.bfloat16) is not has_amx and is_faster(torch.float32)

@@ -1,6 +1,4 @@
-"""What a capture replays is what the function gives for the numbers that its tensors hold then."""
-
-from __future__ import annotations
+"""A replay returns what the captured function would return for the present contents of its tensors."""
 
 from collections import Counter
 from unittest import mock
@@ -22,7 +20,7 @@ ROWS, WIDTH = 3, 8
 
 
 class Layer(nn.Module):
-    """Of a decoder: keys written in place, attention, views, and constants that are written and not."""
+    """A layer of a decoder: keys written in place, attention, views, constants of which one is written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +47,7 @@ def without_gradients(request):
 
 
 @pytest.mark.usefixtures("without_gradients")
-def test_a_replay_gives_what_the_function_gives():
+def test_a_replay_returns_what_the_function_returns():
     torch.manual_seed(0)
     layer, states = Layer(), torch.randn(ROWS, WIDTH)
     replay, *_ = capture(lambda: layer(states))
@@ -59,9 +57,7 @@ def test_a_replay_gives_what_the_function_gives():
         keys = layer.keys.clone()
         expected = layer(states)
         layer.keys.copy_(keys)
-        found = replay()
-        for one, other in zip(found, expected):
-            torch.testing.assert_close(one, other)
+        torch.testing.assert_close(replay(), expected)
 
 
 @needs_library
@@ -85,7 +81,7 @@ def test_products_of_few_rows_are_replayed_on_moved_weights():
 @pytest.mark.usefixtures("without_gradients")
 @pytest.mark.parametrize("queries", [1, few_queries.MOST_QUERIES + 1])
 def test_attention_of_few_queries_is_replayed_by_its_kernel(queries, monkeypatch):
-    """Of a plain cache, which torch's attention sees in one piece."""
+    """The cache is a plain one, which torch's attention sees in one piece."""
     used = []
     attend = few_queries.call_into
     monkeypatch.setattr(few_queries, "call_into", lambda *args: used.append(args) or attend(*args))
@@ -118,13 +114,12 @@ def test_tensors_share_memory_unless_returned_or_constant():
         replay, nbytes, _ = capture(run)
         states.mul_(3)
         for _ in range(2):
-            for found, expected in zip(replay(), run()):
-                torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(replay(), run())
     assert nbytes <= 5 * states.nbytes
 
 
 def calls_of(function) -> list[str]:
-    """The operations that a replay repeats, in their order."""
+    """Returns the operations that a replay repeats, in their order."""
     repeated, repetition = [], cpu_graph.repetition_of
     with (
         mock.patch.object(cpu_graph, "repetition_of", lambda call: repeated.append(call) or repetition(call)),
@@ -134,14 +129,10 @@ def calls_of(function) -> list[str]:
     return [call.operation._schema.name for call in repeated]
 
 
-def test_what_is_computed_twice_or_for_nobody_is_left_out():
-    """As each layer of T5 makes its mask, and reads the length of its cache."""
-    mask, bias, states, length = (
-        torch.rand(3, 9) < 0.5,
-        torch.randn(9),
-        torch.randn(3, 9),
-        torch.zeros((), dtype=torch.int64),
-    )
+def test_results_computed_twice_or_never_used_are_left_out():
+    """Each layer of T5 makes the same mask, and reads the length of its cache."""
+    mask, bias, states = torch.rand(3, 9) < 0.5, torch.randn(9), torch.randn(3, 9)
+    length = torch.zeros((), dtype=torch.int64)
 
     def run() -> tuple[Tensor, Tensor]:
         total = states
@@ -164,19 +155,19 @@ def test_what_is_computed_twice_or_for_nobody_is_left_out():
     assert length == 8
 
 
-def test_what_is_written_or_returned_is_computed_each_time():
+def test_written_and_returned_results_are_computed_each_time():
     states = torch.randn(5)
 
     def run() -> list[Tensor]:
-        one, other, third = states + 1, states + 1, states + 1
-        one.mul_(2)
-        return [one * 1, other, third]
+        written, second, third = states + 1, states + 1, states + 1
+        written.mul_(2)
+        return [written * 1, second, third]
 
     with torch.no_grad():
         replay, *_ = capture(run)
         states.mul_(3)
-        found, expected = replay(), run()
-    assert all(map(torch.equal, found, expected)) and found[1].data_ptr() != found[2].data_ptr()
+        replayed, expected = replay(), run()
+    assert all(map(torch.equal, replayed, expected)) and replayed[1].data_ptr() != replayed[2].data_ptr()
 
 
 @needs_library
@@ -201,24 +192,24 @@ def test_products_do_the_relu_and_the_sum_after_them(dtype, is_transposed):
 
 
 @needs_library
-def test_products_that_others_use_stay_as_they_are():
+def test_products_with_other_users_are_not_fused():
     layer, states = nn.Linear(8, 8), torch.randn(3, 8)
 
     def product() -> Tensor:
         return skinny_gemm.skinny_linear(states, layer.weight)
 
     def used_twice() -> Tensor:
-        found = product()
-        return found.relu() + found
+        states_up = product()
+        return states_up.relu() + states_up
 
     def returned() -> tuple[Tensor, Tensor]:
-        found = product()
-        return found, found + states
+        states_up = product()
+        return states_up, states_up + states
 
     def written_before_the_sum() -> Tensor:
-        found = product()
+        states_up = product()
         states.mul_(2)
-        return found + states
+        return states_up + states
 
     def of_another_shape() -> Tensor:
         return product() + torch.ones(8)
@@ -231,13 +222,13 @@ def test_products_that_others_use_stay_as_they_are():
         with torch.no_grad():
             replay, *_ = capture(function)
             states.copy_(before)
-            found = [one.clone() for one in tree_leaves(replay())]
+            replayed = [output.clone() for output in tree_leaves(replay())]
             states.copy_(before)
             expected = tree_leaves(function())
-        assert all(map(torch.equal, found, expected)) and calls_of(function)[-1] != "fastgen::skinny_linear"
+        assert all(map(torch.equal, replayed, expected)) and calls_of(function)[-1] != "fastgen::skinny_linear"
 
 
-def test_a_position_that_the_buffer_has_not_is_an_error():
+def test_a_position_outside_of_the_buffer_is_an_error():
     buffer, place, added = torch.zeros(2, 3, 4, 5), torch.zeros(1, dtype=torch.int64), torch.randn(2, 3, 1, 5)
     with torch.no_grad():
         replay, *_ = capture(lambda: buffer.index_copy_(2, place, added))
@@ -250,7 +241,7 @@ def test_a_position_that_the_buffer_has_not_is_an_error():
                 replay()
 
 
-def of_a_subclass() -> Tensor:
+def subclass_inside() -> Tensor:
     states = SegmentedKV((torch.ones(1, 1, 2, 2),), 2, Counter())
     with torch._C.DisableTorchFunctionSubclass():
         return states.sin()
@@ -265,9 +256,9 @@ def of_a_subclass() -> Tensor:
         (lambda: torch.arange(3).nonzero(), "results of any size"),
         (lambda: torch.arange(3)[torch.arange(3) > 1], "results of any size"),
         (lambda: torch.tensor(float("nan")).item() or torch.ones(1), "returned nan on the host"),
-        (of_a_subclass, "works on SegmentedKV"),
+        (subclass_inside, "works on SegmentedKV"),
     ],
 )
-def test_what_cannot_be_repeated_is_refused(function, message):
+def test_functions_that_cannot_be_repeated_are_refused(function, message):
     with torch.no_grad(), pytest.raises(NotRepeatable, match=message):
         capture(function)

@@ -1,12 +1,8 @@
-"""Products through oneDNN and of few rows: the same numbers, and only where that is the fastest."""
-
-from __future__ import annotations
+"""Products through oneDNN and the skinny GEMM: the same numbers, used only if they are the fastest."""
 
 import json
 import os
 import pwd
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -15,6 +11,7 @@ import pytest
 import torch
 from architecture_parity import measure
 from architectures import BY_NAME
+from python_process import run_code
 from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
@@ -36,7 +33,7 @@ no_skinny_gemm = pytest.mark.skipif(bool(simd.machine_reasons()), reason=f"skinn
 
 @pytest.fixture(params=[cpu_linear.ONEDNN, pytest.param(cpu_linear.SKINNY_GEMM, marks=no_skinny_gemm)])
 def everywhere(request):
-    """All products go this way; returns what they are counted as."""
+    """Sends all products this way; returns the name they are counted under."""
     with force(request.param), costs(min_large_per_module=0):
         yield f"cpu_linear, {request.param}"
 
@@ -51,10 +48,10 @@ def test_products_are_those_of_torch(rows, with_bias, kind, everywhere):
     with torch.no_grad():
         expected = module(states)
         with generate_call("test") as call, faster_forwards(call, {module: module.modules()}, forwards()):
-            found = module(states)
+            output = module(states)
     assert call.report.kernels == {everywhere: 1}
-    assert found.shape == expected.shape
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    assert output.shape == expected.shape
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_models_in_float64_keep_their_forwards():
@@ -77,14 +74,14 @@ def test_products_of_half_the_bytes_are_rounded_once(kind, dtype, everywhere):
         exact = module.double()(states.double())
         module.to(dtype)
         with generate_call("test") as call, faster_forwards(call, {module: module.modules()}, forwards()):
-            found = module(states)
-    assert call.report.kernels == {everywhere: 1} and found.dtype == dtype
-    torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps / 2, atol=1e-4)
+            output = module(states)
+    assert call.report.kernels == {everywhere: 1} and output.dtype == dtype
+    torch.testing.assert_close(output.double(), exact, rtol=torch.finfo(dtype).eps / 2, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bart", "t5", "whisper", "llama"])
 @pytest.mark.parametrize("mode", ["beam search", "sampling", "greedy"])
-def test_generation_uses_it_and_gives_the_same_tokens(name, mode, everywhere):
+def test_generation_uses_each_backend_with_the_same_tokens(name, mode, everywhere):
     architecture = BY_NAME[name]
     parity = measure(architecture.model(), architecture.inputs(), mode)
     assert parity.tokens_equal
@@ -92,13 +89,13 @@ def test_generation_uses_it_and_gives_the_same_tokens(name, mode, everywhere):
     assert parity.report.kernels[everywhere] > 0
 
 
-def test_other_machines_are_left_alone(everywhere):
+def test_machines_without_onednn_keep_torchs_products(everywhere):
     architecture = BY_NAME["gpt2"]
     with replaced("reasons against oneDNN", lambda *args: ["this build of torch has no oneDNN"]):
         assert measure(architecture.model(), architecture.inputs(), "greedy").report.kernels[everywhere] == 0
 
 
-def test_what_can_be_multiplied_here():
+def test_types_strides_and_gradients_decide_who_multiplies():
     states, weight = torch.randn(4, 1024), torch.randn(1024, 1024)
     assert not cpu_linear.can_multiply(states, weight, None)  # gradients are recorded
     with torch.no_grad():
@@ -118,21 +115,21 @@ def test_what_can_be_multiplied_here():
 
 @pytest.fixture
 def timed(monkeypatch, tmp_path):
-    """What each way takes, by its name; nothing is known from before."""
+    """The seconds of each backend, what was measured, and the backends; no measurement is stored yet."""
     seconds = {cpu_linear.BLAS: 1.0, cpu_linear.ONEDNN: 0.5, cpu_linear.SKINNY_GEMM: 0.7}
-    found = {name: partial(functional.linear) for name in seconds}
+    backends = {name: partial(functional.linear) for name in seconds}
     measured = []
 
     def timed(function, rows, weight, bias):
-        name = next(name for name, way in found.items() if way is function)
+        name = next(name for name, way in backends.items() if way is function)
         measured.append((name, tuple(rows.shape)))
         return seconds[name]
 
-    monkeypatch.setattr(cpu_linear, "gemm_backends", lambda dtype: found)
+    monkeypatch.setattr(cpu_linear, "gemm_backends", lambda dtype: backends)
     monkeypatch.setattr(cpu_linear, "seconds_of", timed)
     later_process()
     with configured(cache=str(tmp_path / "new folder")):
-        yield seconds, measured, found
+        yield seconds, measured, backends
     later_process()
 
 
@@ -150,14 +147,14 @@ def later_process() -> None:
     cpu_linear.MEASURED.clear()
 
 
-def test_without_onednn_many_rows_have_the_skinny_gemm(timed):
-    seconds, measured, found = timed
-    del found["oneDNN"]
+def test_the_skinny_gemm_multiplies_many_rows_without_onednn(timed):
+    seconds, measured, backends = timed
+    del backends["oneDNN"]
     seconds["skinny GEMM"] = 0.5
     assert fastest(1000) == "skinny GEMM" and {name for name, _ in measured} == {"BLAS", "skinny GEMM"}
 
 
-def test_each_kind_of_product_is_measured_once_in_all_processes(timed):
+def test_each_shape_is_measured_once_in_all_processes(timed):
     seconds, measured, _ = timed
     bias = torch.zeros(1024)
     assert fastest(3) == fastest(4) == "oneDNN"  # both count as 4 rows
@@ -181,7 +178,7 @@ def test_each_kind_of_product_is_measured_once_in_all_processes(timed):
 
 
 def test_first_of_two_processes_that_measure_decides(timed, monkeypatch):
-    """Whose workers and shards start together compute the same bits."""
+    """Workers and shards that start together compute the same bits."""
     measure = cpu_linear._measured
 
     def other_is_first(shape, *tensors):
@@ -192,27 +189,28 @@ def test_first_of_two_processes_that_measure_decides(timed, monkeypatch):
     assert fastest() == fastest() == "skinny GEMM"
 
 
-def test_where_there_are_other_ways_it_is_measured_again(timed):
-    _, measured, found = timed
-    assert fastest() == "oneDNN"
-    del found["skinny GEMM"]
-    measured.clear()
+def test_other_backends_are_measured_again(timed):
+    assert fastest() == "oneDNN" and not is_measured_again(timed)
+    del timed[2]["skinny GEMM"]
     later_process()
-    assert fastest() == "oneDNN" and measured
+    timed[1].clear()
+    assert fastest() == "oneDNN" and timed[1]
 
 
-def test_a_way_that_gives_wrong_numbers_is_not_used(timed, caplog):
-    found = timed[2]
-    found["oneDNN"] = lambda rows, weight, bias: functional.linear(rows, weight, bias) + 1
+def test_a_backend_with_wrong_products_is_not_used(timed, caplog):
+    backends = timed[2]
+    backends["oneDNN"] = lambda rows, weight, bias: functional.linear(rows, weight, bias) * 1.01
+    assert fastest(9, torch.full((1024, 512), torch.nan)) == "skinny GEMM"
+    backends["oneDNN"] = lambda rows, weight, bias: functional.linear(rows, weight, bias) + 1
     assert fastest(weight=torch.ones(1024, 512)) == "skinny GEMM"
     assert "products of the kind 'oneDNN' are wrong for (1024, 512) and not used" in caplog.text
-    found["skinny GEMM"] = lambda rows, weight, bias: functional.linear(rows, weight, bias) * torch.nan
+    backends["skinny GEMM"] = lambda rows, weight, bias: functional.linear(rows, weight, bias) * torch.nan
     assert fastest(5, torch.ones(1024, 512)) == "BLAS"
 
 
 @pytest.mark.parametrize("part", ["weight", "bias"])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, 3e38])
-def test_a_weight_that_is_not_finite_makes_no_way_wrong(timed, caplog, part, number):
+def test_a_weight_that_is_not_finite_rejects_no_backend(timed, caplog, part, number):
     parts = {"weight": torch.ones(1024, 512), "bias": torch.ones(1024)}
     parts[part][3] = number
     before = torch.get_rng_state()
@@ -222,18 +220,13 @@ def test_a_weight_that_is_not_finite_makes_no_way_wrong(timed, caplog, part, num
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_wrong_way_is_found_with_a_weight_that_is_not_finite(timed):
-    timed[2]["oneDNN"] = lambda rows, weight, bias: functional.linear(rows, weight, bias) * 1.01
-    assert fastest(3, torch.full((1024, 512), torch.nan)) == "skinny GEMM"
-
-
 @pytest.mark.parametrize("size", [1e-3, 1e3])
-def test_how_wrong_is_judged_by_the_size_of_the_numbers(timed, size):
-    found, weight, bias = timed[2], torch.full((1024, 512), size), torch.full((1024,), 100 * size)
-    found["oneDNN"] = lambda *tensors: functional.linear(*tensors) * 1.001
-    found["skinny GEMM"] = lambda *tensors: functional.linear(*tensors) * 1.00001
+def test_errors_are_judged_by_the_size_of_the_numbers(timed, size):
+    backends, weight, bias = timed[2], torch.full((1024, 512), size), torch.full((1024,), 100 * size)
+    backends["oneDNN"] = lambda *tensors: functional.linear(*tensors) * 1.001
+    backends["skinny GEMM"] = lambda *tensors: functional.linear(*tensors) * 1.00001
     assert fastest(3, weight) == "skinny GEMM"
-    found["skinny GEMM"] = lambda rows, weight, bias: functional.linear(rows, weight)
+    backends["skinny GEMM"] = lambda rows, weight, bias: functional.linear(rows, weight)
     assert fastest(3, weight, bias) == "BLAS"
 
 
@@ -269,17 +262,8 @@ def test_answers_are_stored_in_the_configured_or_users_cache(monkeypatch):
         assert cpu_linear.path().parent == Path.home() / ".cache" / "fastgen"
 
 
-def test_without_a_folder_to_write_to_nothing_is_stored(timed, tmp_path):
-    (tmp_path / "file").touch()
-    with configured(cache=str(tmp_path / "file" / "folder")):
-        assert fastest() == "oneDNN"
-        later_process()
-        timed[1].clear()
-        assert fastest() == "oneDNN" and timed[1]
-
-
 def is_measured_again(timed) -> bool:
-    """Whether two processes measure, each for itself."""
+    """Returns whether two processes measure, each for itself."""
     for _ in range(2):
         timed[1].clear()
         later_process()
@@ -288,7 +272,7 @@ def is_measured_again(timed) -> bool:
 
 
 @pytest.mark.parametrize("has_reader", [False, True])
-def test_a_pipe_in_place_of_the_measurements_is_not_waited_for(timed, has_reader):
+def test_a_pipe_instead_of_the_measurements_does_not_block(timed, has_reader):
     cpu_linear.path().parent.mkdir()
     os.mkfifo(cpu_linear.path())
     reader = os.open(cpu_linear.path(), os.O_RDONLY | os.O_NONBLOCK) if has_reader else None
@@ -298,33 +282,32 @@ def test_a_pipe_in_place_of_the_measurements_is_not_waited_for(timed, has_reader
         os.close(reader)
 
 
-def test_a_link_in_place_of_the_measurements_is_not_followed(timed, tmp_path):
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_link_or_a_file_too_large_is_neither_read_nor_written(timed, tmp_path, is_link):
     assert fastest() == "oneDNN" and not is_measured_again(timed)
-    cpu_linear.path().rename(tmp_path / "elsewhere")
-    size = (tmp_path / "elsewhere").stat().st_size
-    cpu_linear.path().symlink_to(tmp_path / "elsewhere")
-    assert is_measured_again(timed) and (tmp_path / "elsewhere").stat().st_size == size
+    if is_link:
+        cpu_linear.path().rename(tmp_path / "elsewhere")
+        cpu_linear.path().symlink_to(tmp_path / "elsewhere")
+    else:
+        os.truncate(cpu_linear.path(), cpu_linear.MAX_BYTES + 1)
+    size = cpu_linear.path().stat().st_size
+    assert is_measured_again(timed) and cpu_linear.path().stat().st_size == size
 
 
-def test_a_file_of_measurements_too_large_is_left_alone(timed):
-    assert fastest() == "oneDNN" and not is_measured_again(timed)
-    os.truncate(cpu_linear.path(), cpu_linear.MAX_BYTES + 1)
-    assert is_measured_again(timed) and cpu_linear.path().stat().st_size == cpu_linear.MAX_BYTES + 1
-
-
-@pytest.mark.parametrize("cache", [None, "~nobody-has-this-name/x"])
-def test_a_user_without_a_home_folder_measures_again(timed, monkeypatch, tmp_path, cache):
-    """As in containers: HOME is not set, and the number of the user has no name."""
+@pytest.mark.parametrize("cache", [None, "~nobody-has-this-name/x", "file/folder"])
+def test_a_user_without_a_writable_folder_measures_again(timed, monkeypatch, tmp_path, cache):
+    """Users without a home folder are usual in containers: HOME is not set, and the user's number has no name."""
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", mock.Mock(side_effect=KeyError("uid not found")))
     monkeypatch.chdir(tmp_path)
+    Path("file").touch()
     with configured(cache=cache):
-        assert is_measured_again(timed) and not os.listdir(tmp_path)
+        assert is_measured_again(timed) and os.listdir(tmp_path) == ["file"]
 
 
 @pytest.mark.parametrize(("name", "owner", "product"), [("llama", functional, "linear"), ("gpt2", torch, "addmm")])
-def test_a_product_that_the_program_has_replaced_is_called(name, owner, product, everywhere, monkeypatch):
+def test_a_product_that_user_code_replaced_is_called(name, owner, product, everywhere, monkeypatch):
     original, calls = getattr(owner, product), []
 
     def counting(*args):
@@ -354,17 +337,13 @@ print(*cpu_linear.gemm_backends(rows.dtype), sep=", ")
 @pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="the CPU has no AVX2")
 def test_a_backend_that_has_no_product_in_bf16_is_left_out(tmp_path):
     """oneDNN on CPUs with AVX2: it raises."""
-    of_avx2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "FASTGEN_CACHE": str(tmp_path)}
-    process = subprocess.run(
-        [sys.executable, "-c", MULTIPLIES_IN_BF16], env=os.environ | of_avx2, capture_output=True, text=True
-    )
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.split("\n")[0] in ("BLAS", "BLAS, skinny GEMM")
+    avx2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "FASTGEN_CACHE": str(tmp_path)}
+    assert run_code(MULTIPLIES_IN_BF16, **avx2).split("\n")[0] in ("BLAS", "BLAS, skinny GEMM")
 
 
-def test_all_ways_are_measured_for_real(tmp_path):
+def test_all_backends_are_measured_for_real(tmp_path):
     later_process()
     with configured(cache=str(tmp_path)):
-        found = fastest(weight=torch.ones(1024, 512))
-        assert dict(cpu_linear.stored()) == {KIND: found}
+        backend = fastest(weight=torch.ones(1024, 512))
+        assert dict(cpu_linear.stored()) == {KIND: backend}
     later_process()

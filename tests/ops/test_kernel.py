@@ -1,7 +1,5 @@
 """The kernels of each operation: which is chosen, and that each list is complete and ends with torch's own."""
 
-from __future__ import annotations
-
 import pytest
 from python_process import REPOSITORY, run_code
 
@@ -13,11 +11,11 @@ from fastgen.testing import without
 def test_the_first_kernel_that_can_is_chosen():
     asked = []
     missing = Kernel("missing", lambda: ["not built"], print, "cpu", lambda *arguments: asked.append("missing"))
-    of_gpu = Kernel("of a GPU", lambda: asked.append("of a GPU"), print, "cuda")
-    of_few = Kernel("of few", list, print, "cpu", lambda rows: rows < 3)
+    gpu = Kernel("GPU", lambda: asked.append("GPU"), print, "cuda")
+    few = Kernel("few rows", list, print, "cpu", lambda rows: rows < 3)
     torch = Kernel("torch", list, print)
-    kernels = (missing, of_gpu, of_few, torch)
-    assert [first_supported(kernels, "cpu", rows) for rows in (2, 3)] == [of_few, torch] and not asked
+    kernels = (missing, gpu, few, torch)
+    assert [first_supported(kernels, "cpu", rows) for rows in (2, 3)] == [few, torch] and not asked
     assert (str(missing), str(torch)) == ("missing: not built", "torch: usable")
 
 

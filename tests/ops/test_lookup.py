@@ -1,7 +1,5 @@
 """Functions of bf16 and fp16 as tables, `csrc/lookup.cpp`: the bits of the function, in captured steps too."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +15,7 @@ pytestmark = needs_library
 
 ACTIVATION = NewGELUActivation()
 TABLES = {dtype: lookup.table_of(ACTIVATION, dtype) for dtype in lookup.DTYPES}
-OF_ALL = pytest.mark.parametrize("dtype", lookup.DTYPES)
+ALL_DTYPES = pytest.mark.parametrize("dtype", lookup.DTYPES)
 
 
 def bits(tensor):
@@ -29,18 +27,18 @@ def bits(tensor):
 def test_a_table_has_the_bits_of_the_function(count, threads, scale, dtype):
     numbers = (torch.randn(count, generator=torch.Generator().manual_seed(count)) * scale).to(dtype)
     with torch_threads(threads):
-        found = torch.ops.fastgen.lookup(numbers, TABLES[dtype])
-    assert bits(found) == bits(ACTIVATION(numbers))
+        output = torch.ops.fastgen.lookup(numbers, TABLES[dtype])
+    assert bits(output) == bits(ACTIVATION(numbers))
 
 
-@OF_ALL
+@ALL_DTYPES
 def test_a_table_has_every_number(dtype):
     numbers = torch.arange(1 << 16).to(torch.int16).view(dtype).flip(0)
     assert bits(torch.ops.fastgen.lookup(numbers, TABLES[dtype])) == bits(TABLES[dtype].flip(0))
 
 
-@OF_ALL
-def test_a_replay_looks_up_what_the_numbers_are_then(dtype):
+@ALL_DTYPES
+def test_a_replay_looks_up_the_present_numbers(dtype):
     numbers = torch.zeros(3, 40, dtype=dtype)
     with torch.no_grad():
         replay, *_ = capture(lambda: torch.ops.fastgen.lookup(numbers, TABLES[dtype]) + 1)
@@ -48,7 +46,7 @@ def test_a_replay_looks_up_what_the_numbers_are_then(dtype):
         assert bits(replay()) == bits(ACTIVATION(numbers) + 1)
 
 
-@OF_ALL
+@ALL_DTYPES
 def test_torch_looks_up_the_same(dtype):
     numbers = torch.arange(1 << 16).to(torch.int16).view(dtype).flip(0)
     with without("C++"):
@@ -60,7 +58,7 @@ def test_other_numbers_are_not_looked_up(numbers):
     assert not lookup.can_look_up(numbers)
 
 
-@OF_ALL
-def test_a_table_is_made_under_any_device_of_the_program(dtype):
+@ALL_DTYPES
+def test_a_table_is_built_under_any_default_device(dtype):
     with torch.device("meta"):
         assert bits(lookup.table_of(ACTIVATION, dtype)) == bits(TABLES[dtype])

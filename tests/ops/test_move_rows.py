@@ -1,6 +1,4 @@
-"""Rows that change places, `csrc/move_rows.cpp`: what `index_select` gives, in the memory that was there."""
-
-from __future__ import annotations
+"""Rows that change places, `csrc/move_rows.cpp`: the result of `index_select`, written in place."""
 
 from contextlib import nullcontext
 
@@ -29,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     st.sampled_from(DTYPES),
 )
 def test_rows_are_those_of_index_select(layers, rows, heads, length, width, data, threads, dtype):
-    """Of a part of a buffer: some of its layers, rows and positions."""
+    """Only some layers, rows and positions of a buffer are moved; the rest stays."""
     buffer = torch.randn(layers + 1, rows + 1, heads, length + 5, width).to(dtype)
     before = buffer.clone()
     beam_idx = torch.tensor(data.draw(st.lists(st.integers(0, rows - 1), min_size=rows, max_size=rows)))
@@ -43,7 +41,7 @@ def test_rows_are_those_of_index_select(layers, rows, heads, length, width, data
 
 
 @pytest.mark.parametrize("beam_idx", [[0, 2], [0, -1], [0, 1, 1]])
-def test_what_is_no_row_is_an_error(beam_idx):
+def test_a_row_that_does_not_exist_is_an_error(beam_idx):
     with pytest.raises((IndexError, RuntimeError)):
         move_rows([torch.randn(1, 2, 3, 4, 5)], torch.tensor(beam_idx))
 

@@ -1,7 +1,5 @@
 """The op no-repeat-n-gram: what it bans and refuses, its two forms, what torch knows of it, and which kernel runs."""
 
-from __future__ import annotations
-
 import re
 from importlib import import_module
 from importlib.machinery import ModuleSpec
@@ -56,7 +54,7 @@ def test_tokens_that_would_repeat_an_ngram_are_banned(tokens, ngram_size, length
 
 @settings(definition.SETTINGS, max_examples=120)
 @given(case=definition.cases())
-def test_one_form_writes_the_scores_the_other_leaves_them(case):
+def test_one_form_writes_the_scores_and_one_copies_them(case):
     expected, before = case.expected(), on("cpu", case.scores)
     new = no_repeat_ngram(*case.arguments())
     assert same(new, expected.contiguous()) and new.is_contiguous()
@@ -77,13 +75,17 @@ def test_the_kernel_in_cpp_may_use_the_threads_of_torch(monkeypatch):
     assert set(granted) == {4}
 
 
-# How arguments that are accepted are changed into such that are not, and the error without the argument's name.
+ELSEWHERE, LENGTHS = ("tokens", "lengths", "encoder_tokens"), "int, tensor of int32 or int64, None"
+# Changes that make accepted arguments invalid, and the error without the argument's name.
 CHANGES = (
+    *((name, lambda old: old.to("meta"), "is on meta (accepted: cpu, as scores)") for name in ELSEWHERE),
+    *(("ngram_size", lambda old, size=size: size, f"is {size} (accepted: 1 or more)") for size in (0, -3)),
+    *(("lengths", lambda old, n=n: n, f"is {n} (accepted: 0 to 5, the width of tokens)") for n in (6, -1)),
+    *(("lengths", lambda old, t=t: t(), f"is of type {t.__name__} (accepted: {LENGTHS})") for t in (list, float, bool)),
     ("tokens", lambda old: old.tolist(), "is of type list (accepted: Tensor)"),
     ("tokens", lambda old: old.short(), "has dtype int16 (accepted: int32, int64)"),
     ("tokens", lambda old: old.float(), "has dtype float32 (accepted: int32, int64)"),
     ("tokens", lambda old: old[0], "has shape [5] (accepted: [rows, width])"),
-    ("tokens", lambda old: old.to("meta"), "is on meta (accepted: cpu, as scores)"),
     ("scores", lambda old: None, "is of type NoneType (accepted: Tensor)"),
     ("scores", lambda old: old.double(), "has dtype float64 (accepted: float32, float16, bfloat16)"),
     ("scores", lambda old: old[None], "has shape [1, 4, 7] (accepted: [rows, vocabulary_size])"),
@@ -95,25 +97,16 @@ CHANGES = (
     ),
     ("ngram_size", lambda old: 2.0, "is of type float (accepted: int)"),
     ("ngram_size", lambda old: True, "is of type bool (accepted: int)"),
-    ("ngram_size", lambda old: 0, "is 0 (accepted: 1 or more)"),
-    ("ngram_size", lambda old: -3, "is -3 (accepted: 1 or more)"),
-    ("lengths", lambda old: old.tolist(), "is of type list (accepted: int, tensor of int32 or int64, None)"),
-    ("lengths", lambda old: 5.0, "is of type float (accepted: int, tensor of int32 or int64, None)"),
-    ("lengths", lambda old: False, "is of type bool (accepted: int, tensor of int32 or int64, None)"),
-    ("lengths", lambda old: 6, "is 6 (accepted: 0 to 5, the width of tokens)"),
-    ("lengths", lambda old: -1, "is -1 (accepted: 0 to 5, the width of tokens)"),
     ("lengths", lambda old: old.half(), "has dtype float16 (accepted: int32, int64)"),
     ("lengths", lambda old: old[:1], "has shape [1] (accepted: [] or [4])"),
     ("lengths", lambda old: old[:, None], "has shape [4, 1] (accepted: [] or [4])"),
-    ("lengths", lambda old: old.to("meta"), "is on meta (accepted: cpu, as scores)"),
     ("encoder_tokens", lambda old: [[1]], "is of type list (accepted: Tensor, None)"),
     ("encoder_tokens", lambda old: old.int(), "has dtype int32 (accepted: int64)"),
     ("encoder_tokens", lambda old: old[0], "has shape [5] (accepted: [rows / beams, source_width])"),
     ("encoder_tokens", lambda old: old.new_zeros(3, 5), "has 3 rows (accepted: a divisor of 4, the rows of tokens)"),
     ("encoder_tokens", lambda old: old[:0], "has 0 rows (accepted: a divisor of 4, the rows of tokens)"),
-    ("encoder_tokens", lambda old: old.to("meta"), "is on meta (accepted: cpu, as scores)"),
 )
-# torch itself refuses for its ops what is no tensor or no int, and takes a length as a tensor only.
+# torch itself refuses arguments of its ops that are no tensor or no int, and takes a length as a tensor only.
 CALLS = [(form, *change) for form in FORMS for change in CHANGES]
 CALLS += [(op, *change) for op in OPS for change in CHANGES if not re.search("is of type|0 to 5", change[2])]
 SHARING_MEMORY = (
@@ -124,10 +117,10 @@ SHARING_MEMORY = (
 
 
 class TestChecks:
-    """The error names the argument, what it was and what would be accepted."""
+    """The error names the argument, its value and what would be accepted."""
 
     @pytest.fixture
-    def arguments(self) -> dict:
+    def arguments(self):
         return {
             "tokens": torch.zeros(4, 5, dtype=torch.int64),
             "scores": torch.zeros(4, 7),
@@ -137,7 +130,7 @@ class TestChecks:
         }
 
     @pytest.mark.parametrize(("call", "name", "change", "message"), CALLS)
-    def test_what_is_wrong_is_named(self, call, name, change, message, arguments):
+    def test_an_invalid_argument_is_named(self, call, name, change, message, arguments):
         call(**arguments)  # accepted as it is
         scores = arguments["scores"].zero_()
         arguments[name] = change(arguments[name])
@@ -200,7 +193,7 @@ class TestForTorch:
 
     @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
     @pytest.mark.parametrize("form", FORMS)
-    def test_scores_of_elsewhere_are_taken_where_nothing_is_recorded(self, form, context):
+    def test_scores_may_require_gradients_if_none_are_recorded(self, form, context):
         recorded = torch.ones(1, 4, requires_grad=context is torch.no_grad)
         with context():
             for scores in (recorded, torch.zeros(1, 4)):
@@ -208,7 +201,7 @@ class TestForTorch:
 
 
 class TestChoice:
-    """The first implementation that runs on the device and gives what torch gives."""
+    """The first implementation is chosen that runs on the device and agrees with torch."""
 
     @pytest.fixture(autouse=True)
     def _forget(self):
@@ -230,7 +223,7 @@ class TestChoice:
 
         return put
 
-    def test_what_was_built_is_used(self):
+    def test_the_kernel_that_was_built_is_used(self):
         expected = "torch" if load_reasons(kernels.CPU) else "C++"
         assert kernel_for("cpu").name == expected
         assert kernel_for("mps").name == "torch"
@@ -292,9 +285,9 @@ class TestChoice:
         assert kernel_for("cpu").name == "torch"
 
     def test_the_report_lists_them_with_their_reasons(self):
-        found = {kernel.name: kernel.unsupported_reasons() for kernel in ops.kernels()["no-repeat n-gram"]}
-        assert list(found) == ["CUDA", "Triton", "C++", "torch"]
-        assert found["torch"] == [] and found["C++"] == load_reasons(kernels.CPU)
+        reasons = {kernel.name: kernel.unsupported_reasons() for kernel in ops.kernels()["no-repeat n-gram"]}
+        assert list(reasons) == ["CUDA", "Triton", "C++", "torch"]
+        assert reasons["torch"] == [] and reasons["C++"] == load_reasons(kernels.CPU)
         if not torch.cuda.is_available():
-            assert found["Triton"] == ["torch finds no GPU"]
-            assert found["CUDA"] in (["torch finds no GPU"], ["not built"])
+            assert reasons["Triton"] == ["torch finds no GPU"]
+            assert reasons["CUDA"] in (["torch finds no GPU"], ["not built"])

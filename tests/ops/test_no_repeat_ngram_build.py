@@ -1,7 +1,5 @@
 """How no-repeat-n-gram is built: what compilers say of the sources, and installations with and without a compiler."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import shutil
@@ -18,7 +16,7 @@ from python_process import REPOSITORY
 NVCC = shutil.which("nvcc")
 GPU_ARCHITECTURES = ("80", "90", "100")
 
-# What an installed fastgen says of its kernels, and what it bans.
+# Prints the states of an installed fastgen's kernels, and the scores after a token was banned.
 PROGRAM = """
 import torch
 from fastgen.ops import kernels, no_repeat_ngram
@@ -59,7 +57,7 @@ def test_triton_compiles_its_kernel(architecture, scores, tokens, tmp_path, monk
     assert triton.compile(source, target=target).asm["cubin"]
 
 
-def test_nvcc_is_looked_for_where_installers_put_it(tmp_path, monkeypatch):
+def test_nvcc_is_searched_where_installers_put_it(tmp_path, monkeypatch):
     of_pip, searched = tmp_path / "nvidia" / "cu13" / "bin", []
     of_pip.mkdir(parents=True)
     monkeypatch.setattr(setuptools, "setup", lambda **keywords: None)
@@ -74,8 +72,8 @@ def test_nvcc_is_looked_for_where_installers_put_it(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def sources(tmp_path) -> Path:
-    """What an installation needs, without what earlier ones left behind."""
+def sources(tmp_path):
+    """A copy of the files that an installation needs, without the outputs of earlier ones."""
     copy = tmp_path / "sources"
     copy.mkdir()
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
@@ -104,8 +102,8 @@ def script(path: Path, text: str) -> str:
 def quick_compilers(tmp_path, monkeypatch):
     """The compilers of this machine under their names; they leave out optimisations, about which no build decides."""
     for name in ("cc", "gcc", "c++", "g++"):
-        if found := shutil.which(name):
-            script(tmp_path / "compilers" / name, f'exec {found} "$@" -O0')
+        if path := shutil.which(name):
+            script(tmp_path / "compilers" / name, f'exec {path} "$@" -O0')
     monkeypatch.setenv("PATH", str(tmp_path / "compilers"), prepend=os.pathsep)
 
 
@@ -114,7 +112,7 @@ def quick_compilers(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilers")
 class TestInstallation:
-    def test_a_failing_compiler_leaves_what_others_build(self, sources, tmp_path):
+    def test_a_failing_compiler_leaves_the_other_kernels(self, sources, tmp_path):
         """nvcc is asked for the architectures that it knows, and fails; then no compiler works."""
         calls, cuda = tmp_path / "calls", tmp_path / "cuda"
         knows = 'test "$1" = --list-gpu-code && echo sm_80 sm_90 && exit'
@@ -142,7 +140,7 @@ class TestInstallation:
 
 
 def states_of(installed: Path, cwd: Path) -> set[str]:
-    """What the fastgen in this folder says of its kernels, those of Triton left out, after it has banned a token."""
+    """Returns the states of the kernels of the fastgen in this folder but Triton's, after it has banned a token."""
     *states, file, scores = run([sys.executable, "-c", PROGRAM], cwd, PYTHONPATH=str(installed)).splitlines()
     assert file.startswith(str(installed)) and scores == "[[0.0, 0.0, -inf]]"
     return {state for state in states if not state.startswith("Triton")}

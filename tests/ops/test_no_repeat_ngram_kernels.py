@@ -3,8 +3,6 @@
 Triton's kernel runs in its interpreter, the CUDA kernel compiled for the host; `tests/gpu` runs both where they belong.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Callable
@@ -44,13 +42,13 @@ struct counted_thread : thread {
 
 
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory) -> ctypes.CDLL:
+def shim(tmp_path_factory):
     output = tmp_path_factory.mktemp("shim") / "kernel.so"
     return compile_library(output, CSRC / "no_repeat_ngram.cu", SHIM / "cuda_runtime.cpp")
 
 
 @pytest.fixture(scope="module")
-def cpp(tmp_path_factory) -> ctypes.CDLL:
+def cpp(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cpp")
     folder.joinpath("counted_threads.h").write_text(COUNTED_THREADS)
     source = CSRC / "no_repeat_ngram.cpp"
@@ -74,7 +72,7 @@ def write_per_window(*arguments) -> None:
 
 
 def interpreted_triton() -> Callable:
-    """From a copy of the module: whether kernels are interpreted is decided when it runs.
+    """Returns the function of a copy of the module: whether kernels are interpreted is decided when it runs.
 
     Triton itself is imported before: parts of it that it imports later must find the rest as they are.
     """
@@ -99,12 +97,12 @@ IMPLEMENTATIONS = {
     scope="module",
     params=[pytest.param(name, marks=[needs_compiler] if name.startswith("C") else []) for name in IMPLEMENTATIONS],
 )
-def name(request) -> str:
+def name(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
-def ban(name, request) -> Callable:
+def ban(name, request):
     return IMPLEMENTATIONS[name](request)
 
 
@@ -120,17 +118,17 @@ def check(name: str, ban: Callable, cases: SearchStrategy[Case], max_examples: i
 
 
 @pytest.mark.parametrize("examples", [60, pytest.param(300, marks=pytest.mark.slow)])
-def test_small_problems(name, ban, examples):
+def test_small_problems_are_banned_as_defined(name, ban, examples):
     check(name, ban, definition.cases(), examples)
 
 
 @pytest.mark.parametrize("examples", [30, pytest.param(90, marks=pytest.mark.slow)])
-def test_ngrams_of_several_chunks_in_rows_of_several_tiles(name, ban, examples):
+def test_ngrams_of_several_chunks_and_tiles_are_banned(name, ban, examples):
     check(name, ban, definition.wide_cases(), examples)
 
 
 @pytest.mark.parametrize("ngram_size", [1, 3])
-def test_rows_of_32768_tokens(ban, ngram_size):
+def test_rows_of_32768_tokens_are_banned_as_defined(ban, ngram_size):
     tokens = wrapped([3, 1, 4, 1, 5, 9, 2, 6], 2, 1 << 15, torch.int32, shift=3)
     tokens[1, 20_000:20_003] = torch.tensor([*tokens[1, -2:], 8])
     definition.check(ban, Case(tokens, torch.zeros(2, 9), ngram_size))
@@ -146,13 +144,13 @@ def test_extreme_shapes_in_cuda_on_the_host(shim, rows, width, vocabulary, ngram
 
 
 @pytest.mark.parametrize("ngram_size", [299, 300, 301])
-def test_one_window_as_long_as_a_row(ban, ngram_size):
+def test_an_ngram_may_be_as_long_as_the_row(ban, ngram_size):
     definition.check(ban, Case(torch.zeros(1, 300, dtype=torch.int64), torch.zeros(1, 2), ngram_size))
 
 
 @needs_compiler
 @pytest.mark.parametrize("ngram_size", [33, 1 << 14, (1 << 15) - 1, 1 << 15, (1 << 15) + 1])
-def test_ngrams_as_long_as_rows_of_32768_tokens_in_cpp(cpp, ngram_size):
+def test_cpp_takes_ngrams_as_long_as_32768_tokens(cpp, ngram_size):
     tokens = wrapped(range(1 << 10), 1, 1 << 15, torch.int64)
     definition.check(cpp_ban(cpp), Case(tokens, torch.zeros(1, 1 << 10), ngram_size))
 
@@ -165,7 +163,7 @@ def test_ngrams_as_long_as_rows_of_32768_tokens_in_cpp(cpp, ngram_size):
         (2, 1 << 18, 16, 9, 1),  # no more than rows
         (13, 1 << 15, 1, 9, 0),
         (7, 1 << 15, 16, 9, 0),  # little work
-        (13, 1 << 15, 3, 0, 1),  # what the system refuses is done without
+        (13, 1 << 15, 3, 0, 1),  # runs without the threads that the system refuses
         (13, 1 << 15, 3, 1, 2),
     ],
 )
@@ -179,7 +177,7 @@ def test_the_code_in_cpp_shares_many_rows_among_threads(cpp, rows, width, most, 
 @needs_compiler
 class TestCudaSourceOnTheHost:
     def test_more_rows_than_a_grid_has_share_its_blocks(self, shim):
-        """The first two and the last two of these rows; the others are empty."""
+        """Only the first two and the last two rows have tokens."""
         rows, width = 65535 + 2, 40
         tokens = wrapped([0, 1, 2], rows, width, torch.int32, shift=1)
         lengths = torch.zeros(rows, dtype=torch.int32)
@@ -191,7 +189,7 @@ class TestCudaSourceOnTheHost:
         assert banned == [[row, token] for row, tokens in enumerate(expected) for token in tokens]
         assert len(banned) == scores.isinf().sum()
 
-    def test_runs_on_the_device_and_stream_that_it_is_given(self, shim):
+    def test_the_kernel_runs_on_its_device_and_stream(self, shim):
         device = ctypes.c_int()
         arguments = torch.tensor([[1, 1]]), torch.zeros(1, 3), 2, None, None
         for current in (0, 1):

@@ -1,6 +1,4 @@
-"""RMS norm, `csrc/rms_norm.cpp`: found among the calls of a step, with the numbers of what it stands for."""
-
-from __future__ import annotations
+"""RMS norm, `csrc/rms_norm.cpp`: fused from the calls of a step, with the numbers of the calls it replaces."""
 
 from collections.abc import Callable
 
@@ -26,12 +24,12 @@ def scale(rows: Tensor, power: int = 2, dim: int = -1) -> Tensor:
 
 
 def norm(weight: Tensor, rows: Tensor) -> Tensor:
-    """As T5 and Llama write it."""
+    """T5's and Llama's norm."""
     return weight * (rows * scale(rows.float())).to(rows.dtype)
 
 
 def widened(weight: Tensor, rows: Tensor) -> Tensor:
-    """Llama's."""
+    """Llama's norm, computed in fp32."""
     wide = rows.float()
     return weight * (wide * scale(wide)).to(rows.dtype)
 
@@ -42,7 +40,7 @@ def widened_is_used(weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def one_more(weight: Tensor, rows: Tensor) -> Tensor:
-    """Gemma's, whose weight is the difference from one."""
+    """Gemma's norm, whose weight is the difference from one."""
     wide = rows.float()
     return ((wide * scale(wide)) * (1.0 + weight.float())).type_as(rows)
 
@@ -87,11 +85,10 @@ IN_ONE_KERNEL = [
 
 
 def fusions(function: Callable, monkeypatch: pytest.MonkeyPatch) -> tuple[Callable, int]:
-    """A replay, and in how many of its calls a norm is one kernel."""
+    """Returns a replay, and how many of its calls are a norm in one kernel."""
     used, call_into = [], rms_norm.call_into
     monkeypatch.setattr(
-        "fastgen.ops.cpu_graph._KERNELS",
-        {rms_norm.OPERATION: lambda *args: used.append(args) or call_into(*args)},
+        "fastgen.ops.cpu_graph._KERNELS", {rms_norm.OPERATION: lambda *args: used.append(args) or call_into(*args)}
     )
     replay, *_ = capture(function)
     return replay, len(used)
@@ -99,12 +96,12 @@ def fusions(function: Callable, monkeypatch: pytest.MonkeyPatch) -> tuple[Callab
 
 @pytest.mark.parametrize(("function", "dtype", "expected"), IN_ONE_KERNEL)
 @pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
-def test_what_is_a_norm_becomes_one_kernel(function, dtype, expected, without_gradients, monkeypatch):
+def test_a_norm_becomes_one_kernel(function, dtype, expected, without_gradients, monkeypatch):
     torch.manual_seed(0)
     weight, rows = torch.randn(WIDTH).to(dtype), torch.randn(ROWS, 1, WIDTH).to(dtype)
     with without_gradients():
-        replay, found = fusions(lambda: function(weight, rows * 2), monkeypatch)
-        assert found == expected
+        replay, fused = fusions(lambda: function(weight, rows * 2), monkeypatch)
+        assert fused == expected
         for _ in range(3):
             rows.copy_(torch.randn(rows.shape))
             torch.testing.assert_close(
@@ -113,8 +110,8 @@ def test_what_is_a_norm_becomes_one_kernel(function, dtype, expected, without_gr
 
 
 @torch.inference_mode()
-def test_rows_that_are_used_afterwards_stay(monkeypatch):
-    """Also where the memory of tensors that are not needed any more is used again."""
+def test_rows_that_are_used_later_are_not_overwritten(monkeypatch):
+    """The memory of tensors that are no longer needed is used again."""
     weight, rows = torch.randn(WIDTH), torch.randn(ROWS, WIDTH)
 
     def function() -> Tensor:
@@ -123,8 +120,8 @@ def test_rows_that_are_used_afterwards_stay(monkeypatch):
             states = states + norm(weight, states)
         return norm(weight, states)
 
-    replay, found = fusions(function, monkeypatch)
-    assert found == 4
+    replay, fused = fusions(function, monkeypatch)
+    assert fused == 4
     rows.copy_(torch.randn(rows.shape))
     torch.testing.assert_close(replay(), function(), rtol=0, atol=1e-4)
 
@@ -132,8 +129,8 @@ def test_rows_that_are_used_afterwards_stay(monkeypatch):
 @torch.no_grad()
 def test_a_weight_may_move(monkeypatch):
     weight, rows = torch.randn(WIDTH), torch.randn(ROWS, WIDTH)
-    replay, found = fusions(lambda: norm(weight, rows), monkeypatch)
-    assert found == 1
+    replay, fused = fusions(lambda: norm(weight, rows), monkeypatch)
+    assert fused == 1
     weight.data = torch.randn(WIDTH)
     torch.testing.assert_close(replay(), norm(weight, rows), rtol=0, atol=1e-5)
 
@@ -146,33 +143,33 @@ def test_a_weight_may_move(monkeypatch):
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_numbers_of_the_kernel(rows, width, scale, dtype, seed):
+def test_the_kernel_agrees_with_the_definition_in_fp64(rows, width, scale, dtype, seed):
     random = torch.Generator().manual_seed(seed)
     states = (scale * torch.randn(rows, width, generator=random)).to(dtype)
     weight = torch.randn(width, generator=random).to(dtype)
     wide = states.double()
     expected = weight * wide / (wide.pow(2).mean(-1, keepdim=True) + EPSILON).sqrt()
     in_torch = rms_norm.KERNELS[-1].run(states, weight, EPSILON)
-    found = torch.ops.fastgen.rms_norm(states, weight, EPSILON)
+    output = torch.ops.fastgen.rms_norm(states, weight, EPSILON)
     atol = tolerance("product", dtype) * (expected.abs().max() + 1)
-    for result in (found, in_torch):
+    for result in (output, in_torch):
         torch.testing.assert_close(result.double(), expected, rtol=0, atol=atol.item())
 
 
 def test_the_bits_do_not_depend_on_rows_and_threads():
     states, weight = torch.randn(33, 100), torch.randn(100)
-    found = []
+    outputs = []
     for threads in (1, 2, 5):
         with limits(min_elements_of_thread=1), torch_threads(threads):
-            found.append(torch.ops.fastgen.rms_norm(states, weight, EPSILON))
+            outputs.append(torch.ops.fastgen.rms_norm(states, weight, EPSILON))
     with limits(min_elements_of_thread=1), torch_threads(5):
-        found.append(torch.cat([torch.ops.fastgen.rms_norm(row[None], weight, EPSILON) for row in states]))
-    assert all(torch.equal(one, found[0]) for one in found)
+        outputs.append(torch.cat([torch.ops.fastgen.rms_norm(row[None], weight, EPSILON) for row in states]))
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
 @torch.inference_mode()
-def test_what_is_no_number_stays_so():
+def test_nan_and_infinity_are_normalised_as_in_torch():
     states = torch.tensor([[1.0, float("nan")], [float("inf"), 1.0], [0.0, 0.0]])
-    found = torch.ops.fastgen.rms_norm(states, torch.ones(2), EPSILON)
+    output = torch.ops.fastgen.rms_norm(states, torch.ones(2), EPSILON)
     expected = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + EPSILON)
-    torch.testing.assert_close(found, expected, equal_nan=True)
+    torch.testing.assert_close(output, expected, equal_nan=True)

@@ -1,6 +1,4 @@
-"""Attention to segments gives what `scaled_dot_product_attention` gives for the whole."""
-
-from __future__ import annotations
+"""Attention to segments equals `scaled_dot_product_attention` to the concatenated keys and values."""
 
 import sys
 from types import SimpleNamespace
@@ -12,12 +10,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from fastgen.ops import shared_attention as module
-from fastgen.ops.shared_attention import (
-    attention_by_products,
-    query_key_scores,
-    shared_attention,
-    weighted_values,
-)
+from fastgen.ops.shared_attention import attention_by_products, query_key_scores, shared_attention, weighted_values
 
 
 def whole(segments: list[torch.Tensor], rows: int, groups: int) -> torch.Tensor:
@@ -39,7 +32,7 @@ def whole(segments: list[torch.Tensor], rows: int, groups: int) -> torch.Tensor:
     scale=st.sampled_from([None, 0.3]),
     seed=st.integers(0, 1000),
 )
-def test_segments_of_any_shape_give_what_one_tensor_gives(
+def test_segments_of_any_shape_equal_one_tensor(
     inputs, rows_per_input, kv_heads, groups, length, prefix, prompt, generated, mask_kind, scale, seed
 ):
     generator = torch.Generator().manual_seed(seed)
@@ -64,12 +57,12 @@ def test_segments_of_any_shape_give_what_one_tensor_gives(
         mask = mask > 0
     elif mask_kind == "hidden":
         mask = mask.masked_fill(torch.arange(rows).view(-1, 1, 1, 1) % 2 == 0, -torch.inf)  # every key of some rows
-    found = shared_attention(query, keys, values, mask, scale=scale)
+    output = shared_attention(query, keys, values, mask, scale=scale)
     whole_keys, whole_values = whole(keys, rows, groups), whole(values, rows, groups)
     expected = functional.scaled_dot_product_attention(query, whole_keys, whole_values, attn_mask=mask, scale=scale)
-    if expected.isnan().any():  # where the mask leaves nothing, in torch before 2.5
-        found, expected = found.nan_to_num(), expected.nan_to_num()
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    if expected.isnan().any():  # rows without a visible key, in torch before 2.5
+        output, expected = output.nan_to_num(), expected.nan_to_num()
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("copies", [(1, 2, 6), (2, 6), (6,)], ids=str)
@@ -82,9 +75,9 @@ def test_attention_sinks_take_their_part_of_the_weights(copies):
         with_sinks = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(6, 4, 1, 1)], dim=-1)
         return with_sinks.softmax(dim=-1)[..., :-1]
 
-    found = weighted_values(attended(query_key_scores(query, keys)), values)
+    output = weighted_values(attended(query_key_scores(query, keys)), values)
     scores = query @ whole(keys, 6, 2).transpose(2, 3)
-    torch.testing.assert_close(found, attended(scores) @ whole(values, 6, 2))
+    torch.testing.assert_close(output, attended(scores) @ whole(values, 6, 2))
 
 
 NO_NUMBERS = ("every query", "queries of a row", "every key", "a key", "a key and a value", "every query and a value")
@@ -94,7 +87,7 @@ NO_NUMBERS = ("every query", "queries of a row", "every key", "a key", "a key an
 @pytest.mark.parametrize("which", (*NO_NUMBERS, "infinite queries of a row"))
 @pytest.mark.parametrize("hidden", (None, 0, 5), ids="hidden {}".format)
 @pytest.mark.parametrize("width", (8, 4), ids="values of {}".format)
-def test_queries_and_keys_that_are_no_numbers_are_as_in_torch(which, own_length, hidden, width):
+def test_nan_in_queries_and_keys_is_as_in_torch(which, own_length, hidden, width):
     query, keys, values = torch.randn(4, 6, 1, 8).abs(), torch.randn(2, 3, 7, 8).abs(), torch.randn(2, 3, 7, width)
     own_keys, own_values = torch.randn(4, 3, own_length, 8).abs(), torch.randn(4, 3, own_length, width)
     if "infinite" in which:  # all its scores are -inf
@@ -107,11 +100,11 @@ def test_queries_and_keys_that_are_no_numbers_are_as_in_torch(which, own_length,
     else:
         keys[0, :, 3], values[0, :, 3] = torch.nan, torch.nan if "value" in which else 0.5
     mask = None if hidden is None else (torch.arange(7 + own_length) >= hidden).expand(4, 1, 1, -1)
-    found = shared_attention(query, [keys, own_keys], [values, own_values], mask)
+    output = shared_attention(query, [keys, own_keys], [values, own_values], mask)
     expected = functional.scaled_dot_product_attention(
         query, whole([keys, own_keys], 4, 2), whole([values, own_values], 4, 2), attn_mask=mask
     )
-    torch.testing.assert_close(found, expected, equal_nan=True)
+    torch.testing.assert_close(output, expected, equal_nan=True)
 
 
 def test_few_queries_meet_shared_keys_in_one_product(monkeypatch):
@@ -126,10 +119,10 @@ def test_few_queries_meet_shared_keys_in_one_product(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_takes_its_softmax_in_fp32(dtype):
     query, keys, own = (torch.randn(shape).to(dtype) for shape in [(4, 2, 1, 64), (2, 2, 20, 64), (4, 2, 3, 64)])
-    found = shared_attention(query, [keys, own], [keys, own])
-    assert found.dtype == dtype
+    output = shared_attention(query, [keys, own], [keys, own])
+    assert output.dtype == dtype
     exact = shared_attention(query.double(), [keys.double(), own.double()], [keys.double(), own.double()])
-    torch.testing.assert_close(found.double(), exact, rtol=0.05, atol=0.02)
+    torch.testing.assert_close(output.double(), exact, rtol=0.05, atol=0.02)
 
 
 @pytest.mark.parametrize("mask_of", ("each query", "all queries", "nobody"))
@@ -139,12 +132,12 @@ def test_many_queries_get_their_scores_in_parts(mask_of, monkeypatch):
     mask = {"each query": torch.ones(4, 1, 11, 18), "all queries": torch.ones(1, 1, 1, 18)}.get(mask_of)
     mask = None if mask is None else torch.randn_like(mask) > -1
     expected = functional.scaled_dot_product_attention(query, whole(keys, 4, 3), whole(values, 4, 3), attn_mask=mask)
-    module, at_once = sys.modules[shared_attention.__module__], []
+    module, lengths = sys.modules[shared_attention.__module__], []
     softmax = module._softmax
     monkeypatch.setattr(module, "MOST_SCORES", 3 * 4 * 6 * 18)
-    monkeypatch.setattr(module, "_softmax", lambda *args: at_once.append(args[0].shape[2]) or softmax(*args))
+    monkeypatch.setattr(module, "_softmax", lambda *args: lengths.append(args[0].shape[2]) or softmax(*args))
     torch.testing.assert_close(shared_attention(query, keys, values, mask), expected)
-    assert at_once == [3, 3, 3, 2]
+    assert lengths == [3, 3, 3, 2]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +149,7 @@ def test_many_queries_get_their_scores_in_parts(mask_of, monkeypatch):
     ],
     ids=("right", "wrong", "raises"),
 )
-def test_triton_attention_is_used_where_it_is_right(monkeypatch, attention, is_used):
+def test_triton_attention_is_used_if_it_agrees_with_torch(monkeypatch, attention, is_used):
     kernels = SimpleNamespace(attention=attention)
     monkeypatch.setattr(module, "import_module", lambda name: kernels)
     state = torch.get_rng_state()

@@ -1,7 +1,5 @@
 """`csrc/skinny_gemm.cpp`: the numbers of torch, with the same bits for any number of rows and threads."""
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 
@@ -32,7 +30,7 @@ def test_products_of_few_rows_are_those_of_torch(
 
 @needs_library
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_bf16_is_widened_where_the_cpu_has_no_dot_products_of_it(is_transposed, monkeypatch):
+def test_bf16_is_widened_if_the_cpu_has_no_bf16_products(is_transposed, monkeypatch):
     """The library that other CPUs with these instructions load; an odd number of inputs is widened everywhere."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False, raising=False)
     monkeypatch.setattr(simd, "function", simd.function.__wrapped__)
@@ -45,24 +43,24 @@ def test_bf16_is_widened_where_the_cpu_has_no_dot_products_of_it(is_transposed, 
 @settings(max_examples=50, deadline=None)
 @given(ROWS, IN, OUT, st.booleans(), st.sampled_from(HALVES))
 def test_sums_of_half_the_bytes_are_rounded_once(rows, in_features, out_features, is_transposed, dtype):
-    """To the nearest of the dtype's numbers, of which there are 128 (bf16), 1024 (fp16) between two powers of two."""
+    """Rounding goes to the nearest of 128 (bf16) or 1024 (fp16) numbers between two powers of two."""
     weight = torch.randn(in_features, out_features).t() if is_transposed else torch.randn(out_features, in_features)
     weight, states = weight.to(dtype), torch.randn(rows, in_features).to(dtype)
     expected = states.double() @ weight.double().t()
-    found = skinny_gemm.skinny_linear(states, weight).double()
+    output = skinny_gemm.skinny_linear(states, weight).double()
     of_sums = 1e-6 * (states.double().abs() @ weight.double().abs().t())
     of_rounding = (expected.abs() + torch.finfo(dtype).smallest_normal) * torch.finfo(dtype).eps / 2
-    assert ((found - expected).abs() <= of_rounding + of_sums).all()
+    assert ((output - expected).abs() <= of_rounding + of_sums).all()
 
 
 @needs_library
 @pytest.mark.parametrize("dtype", HALVES)
-def test_numbers_that_are_none_stay_so(dtype):
+def test_nan_and_infinite_weights_give_what_torch_gives(dtype):
     states = torch.ones(2, 64).to(dtype)
     weight = torch.ones(3, 64).to(dtype)
     weight[0, 5], weight[1, 7] = float("nan"), float("inf")
-    found = skinny_gemm.skinny_linear(states, weight)
-    assert found[:, 0].isnan().all() and found[:, 1].isposinf().all() and (found[:, 2] == 64).all()
+    output = skinny_gemm.skinny_linear(states, weight)
+    assert output[:, 0].isnan().all() and output[:, 1].isposinf().all() and (output[:, 2] == 64).all()
 
 
 @needs_library
@@ -81,16 +79,16 @@ def test_without_the_openmp_of_torch_it_runs_in_one_thread(monkeypatch):
 
 @needs_library
 def test_inside_another_team_of_threads_nothing_is_left_out():
-    """Where OpenMP gives fewer threads than are asked for, as it does inside a parallel part."""
+    """Inside a parallel region OpenMP gives fewer threads than are asked for."""
     states, weight = torch.randn(16, 256), torch.randn(513, 256)
-    expected, found = skinny_gemm.skinny_linear(states, weight), []
+    expected, outputs = skinny_gemm.skinny_linear(states, weight), []
     openmp = ctypes.CDLL(str(next(Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"))))
-    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: found.append(skinny_gemm.skinny_linear(states, weight)))
+    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: outputs.append(skinny_gemm.skinny_linear(states, weight)))
     openmp.GOMP_parallel(run, None, 2, 0)
-    assert len(found) == 2 and all(torch.equal(one, expected) for one in found)
+    assert len(outputs) == 2 and all(torch.equal(output, expected) for output in outputs)
 
 
-def test_other_processors_and_missing_compilers_are_told(monkeypatch):
+def test_other_processors_and_missing_builds_have_reasons(monkeypatch):
     simd.machine_reasons.cache_clear()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     (reason,) = simd.machine_reasons()
@@ -107,10 +105,10 @@ def check(rows, in_features, out_features, is_transposed, with_bias, threads, dt
     bias = torch.randn(out_features).to(dtype) if with_bias else None
     states, weight = torch.randn(rows, in_features).to(dtype), weight.to(dtype)
     with torch_threads(threads):
-        found = skinny_gemm.skinny_linear(states, weight, bias)
+        output = skinny_gemm.skinny_linear(states, weight, bias)
         last = skinny_gemm.skinny_linear(states[-1:], weight, bias)
-    assert found.dtype == dtype
+    assert output.dtype == dtype
     expected = functional.linear(*(None if each is None else each.double() for each in (states, weight, bias)))
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 0.004, torch.float16: 0.0005}[dtype]
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=max(1e-4, in_features * 1e-6))
-    assert torch.equal(last, found[-1:])
+    torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=max(1e-4, in_features * 1e-6))
+    assert torch.equal(last, output[-1:])

@@ -1,6 +1,4 @@
-"""Attention in Triton, in its interpreter where there is no GPU: equal to the definition in fp64."""
-
-from __future__ import annotations
+"""Attention in Triton, in its interpreter without a GPU: equal to the definition in fp64."""
 
 import itertools
 import os
@@ -73,7 +71,7 @@ def compare_all() -> None:
 
 
 def compare_bounds() -> None:
-    """What lies outside of the bounds is not read: it may be anything."""
+    """Keys and values outside of the bounds are not read."""
     from fastgen.ops import triton_attention
 
     query, keys, values, _ = case("prompt and generated", torch.float32)
@@ -87,7 +85,7 @@ def compare_bounds() -> None:
 
 
 def compare_nan() -> None:
-    """Scores that are no numbers stay what they are, instead of hiding the row."""
+    """Scores that are NaN stay NaN, instead of hiding the row."""
     from fastgen.ops import triton_attention
 
     query, keys, values, _ = case("one key", torch.float32)
@@ -96,7 +94,7 @@ def compare_nan() -> None:
     assert output[1].isnan().all() and output[0].isfinite().all()
 
 
-def test_kernels_give_what_the_definition_gives():
+def test_triton_attention_equals_the_definition():
     run_alone("compare_all", "compare_bounds", "compare_nan", TRITON_INTERPRET="1")
 
 
@@ -149,5 +147,5 @@ def resources(ptx: str, architecture: int) -> str:
     return subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
 
 
-def test_kernels_compile_for_gpus_without_one(tmp_path):
+def test_triton_attention_compiles_without_a_gpu(tmp_path):
     run_alone("compile_all", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))

@@ -1,13 +1,9 @@
-"""On a twin of a GPU: the tests of a GPU pass, no captured step makes the host wait, and eager ones launch no more."""
-
-from __future__ import annotations
+"""On a twin of a GPU its tests pass, no captured step makes the host wait, and eager steps launch no more."""
 
 import json
 import os
 import re
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,26 +16,26 @@ HELPERS = REPOSITORY / "tests" / "helpers"
 HAS_FAIRSEQ = find_spec("fairseq") is not None
 LOOPS = ["BART, beam 4", "Llama, beam 4", "Llama, 16 samples", "Llama, greedy"] + ["fairseq, beam 4"] * HAS_FAIRSEQ
 
-# Left out: what a GPU rounds otherwise than a CPU, and models beside those of other tests.
+# Left out: whatever a GPU rounds otherwise than a CPU, and models that other tests cover.
 FILES = ["test_captured_steps_cuda.py"] + ["test_fairseq_parity_cuda.py"] * HAS_FAIRSEQ
 CAPTURED = "captured_steps and not outlives and not half and not (tokens_of and (gpt2 or t5 or whisper))"
 TESTS = f"({CAPTURED}) or hypotheses_of_cuda_graphs"
 
 pytestmark = [
     needs_compiler,
-    pytest.mark.skipif(torch.version.cuda is not None, reason="torch has a CUDA of its own: the twin is for others"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA: the twin is for builds without it"),
 ]
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def library(tmp_path_factory):
     """The compiled cuda_twin.cpp."""
     return made_once(tmp_path_factory.getbasetemp(), "cuda_twin", compiled) / "libcuda_twin.so"
 
 
 @pytest.fixture(scope="module")
-def steps(library: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What cuda_twin_steps.py prints."""
+def steps(library, tmp_path_factory):
+    """The counts that cuda_twin_steps.py prints."""
     environment = {
         "OMP_NUM_THREADS": "1",
         "FASTGEN_STRICT": "1",

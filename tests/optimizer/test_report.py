@@ -1,14 +1,13 @@
-"""What `explain()` tells of a call: the kernels that ran, why others did not; as text, as JSON and in the log."""
-
-from __future__ import annotations
+"""`explain()` reports of a call which kernels ran and why others did not; as text, as JSON and in the log."""
 
 import json
 import logging
 import re
 
 import pytest
-from parity import BEAMS, PREFILL, capturing, padded, tiny
 from python_process import REPOSITORY
+from reports import PREFILL, capturing
+from tiny_models import BEAMS, padded, tiny
 from versions import needs
 
 import fastgen
@@ -27,22 +26,22 @@ pytestmark = pytest.mark.usefixtures("share_always")
 NGRAMS = BEAMS | {"max_new_tokens": 6, "min_new_tokens": 6, "no_repeat_ngram_size": 2}
 
 
-def test_the_kernel_of_ngram_blocking_is_named_and_why():
+def test_the_kernel_of_ngram_blocking_is_named():
     model, chosen = tiny("gpt2"), kernel_for("cpu")
     for arguments in ({}, {"output_logits": True, "return_dict_in_generate": True}):  # in place, and in a copy
         model.generate(**padded(9, 5), **NGRAMS, **arguments)
-        found = fastgen.explain()
-        assert found.kernels[f"no_repeat_ngram ({chosen.name})"] == 6
+        report = fastgen.explain()
+        assert report.kernels[f"no_repeat_ngram ({chosen.name})"] == 6
         others = {f"no-repeat n-gram ({kernel.name})" for kernel in KERNELS if kernel is not chosen}
-        assert {name for name in found.unused_kernels if name.startswith("no-repeat")} == others
+        assert {name for name in report.unused_kernels if name.startswith("no-repeat")} == others
 
 
-def test_an_operation_without_calls_says_what_it_is_for():
+def test_an_operation_without_calls_names_its_task():
     tiny("gpt2").generate(**padded(9, 5), **BEAMS)
     assert fastgen.explain().unused_kernels["no-repeat n-gram"] == "nothing to do (n-gram blocking)"
 
 
-def test_a_kernel_that_did_not_run_says_why(monkeypatch):
+def test_a_kernel_that_did_not_run_has_a_reason(monkeypatch):
     reasons = {"a": ["no GPU", "no compiler"], "oneDNN": ["old CPU"]}
 
     def kernel(name):
@@ -63,12 +62,12 @@ def test_a_kernel_that_did_not_run_says_why(monkeypatch):
 
 def test_a_report_is_the_same_as_text_and_as_json():
     tiny("gpt2").generate(**padded(9, 5), **NGRAMS)
-    found = fastgen.explain()
-    read = json.loads(json.dumps(found.as_dict()))
+    report = fastgen.explain()
+    read = json.loads(json.dumps(report.as_dict()))
     assert (read["model"], read["inputs"], read["rows"]) == ("GPT2LMHeadModel", 2, 6)
-    assert PREFILL in read["shared"] and read["kernels"] == found.kernels and read["unused_kernels"]
-    text = repr(found)
-    assert text == str(found)
+    assert PREFILL in read["shared"] and read["kernels"] == report.kernels and read["unused_kernels"]
+    text = repr(report)
+    assert text == str(report)
     assert text.splitlines() == [
         read["verdict"],
         f"  GPT2LMHeadModel: 2 inputs, 6 rows, {read['seconds']:.3f} s",
@@ -95,15 +94,15 @@ def test_a_report_begins_with_a_verdict_in_words():
 
 
 def test_a_verdict_gives_one_reason_for_both_once():
-    found = Report("Model", inputs=1, rows=2)
+    report = Report("Model", inputs=1, rows=2)
     hooks = Reason("HOOKS", "the model has a forward hook")
-    found.add_reasons("decode steps", [hooks])
-    assert found.verdict == "decode steps not captured: the model has a forward hook; prompts shared"
-    found.add_reasons("prompt sharing", [hooks])
-    assert found.verdict == "decode steps not captured, prompts not shared: the model has a forward hook"
-    found.add_reasons("prompt sharing", [Reason("ROWS_DIFFER", "rows differ")])
-    found.set_prefix(9, 9)
-    assert found.verdict == "decode steps not captured: the model has a forward hook; a prefix of 9 tokens shared"
+    report.add_reasons("decode steps", [hooks])
+    assert report.verdict == "decode steps not captured: the model has a forward hook; prompts shared"
+    report.add_reasons("prompt sharing", [hooks])
+    assert report.verdict == "decode steps not captured, prompts not shared: the model has a forward hook"
+    report.add_reasons("prompt sharing", [Reason("ROWS_DIFFER", "rows differ")])
+    report.set_prefix(9, 9)
+    assert report.verdict == "decode steps not captured: the model has a forward hook; a prefix of 9 tokens shared"
 
 
 def test_a_call_without_generation_has_no_steps_in_its_verdict():
@@ -118,24 +117,24 @@ def test_a_decision_is_no_fallback():
     model = tiny("gpt2")
     with configured(share="auto"):
         model.generate(**padded(9, 5), **BEAMS)
-    found = fastgen.explain()
-    assert not found.fallbacks and found.codes() == {"FEW_STEPS", "TOO_SMALL"}
-    assert [item.partition(":")[0] for item in found.decisions] == ["decode steps", "prompt sharing"]
+    report = fastgen.explain()
+    assert not report.fallbacks and report.codes() == {"FEW_STEPS", "TOO_SMALL"}
+    assert [item.partition(":")[0] for item in report.decisions] == ["decode steps", "prompt sharing"]
     model.generate(**padded(9, 5), **BEAMS, max_time=1000.0)
-    found = fastgen.explain()
-    assert found.codes("decoding loop") == {"STOPPING_CRITERION"}
-    assert found.fallbacks == ["decoding loop: a stopping criterion other than length and end tokens"]
+    report = fastgen.explain()
+    assert report.codes("decoding loop") == {"STOPPING_CRITERION"}
+    assert report.fallbacks == ["decoding loop: a stopping criterion other than length and end tokens"]
 
 
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}, {"do_sample": True}], ids=("greedy", "beams", "sampled"))
 @pytest.mark.parametrize("length", [4, 12, 40])
-@pytest.mark.parametrize("ends", [True, False], ids=("ends", "goes on"))
-def test_why_steps_were_not_captured_is_always_said(arguments, length, ends):
+@pytest.mark.parametrize("ends", [True, False], ids=("ends", "full length"))
+def test_steps_that_were_not_captured_always_have_a_reason(arguments, length, ends):
     """eos_token_id: so many tokens end a row that calls of every length also end early."""
     ending = {"eos_token_id": list(range(5, 30))} if ends else {"min_new_tokens": length}
     tiny("gpt2").generate(**padded(9, 5), **arguments, **ending, max_new_tokens=length)
-    found = fastgen.explain()
-    assert bool(found.replays) != bool(found.codes("decode steps") | found.codes("decoding loop"))
+    report = fastgen.explain()
+    assert bool(report.replays) != bool(report.codes("decode steps") | report.codes("decoding loop"))
 
 
 def test_a_call_without_rows_has_none_in_its_text():
@@ -143,29 +142,26 @@ def test_a_call_without_rows_has_none_in_its_text():
 
 
 def test_reasons_are_noted_once_with_their_parts():
-    found = Report("Model", inputs=2, rows=4)
-    cannot, chose_not = (
-        Reason("USER_CACHE", "the caller passed a cache"),
-        Reason("TOO_SMALL", "small", "1 of 2"),
-    )
+    report = Report("Model", inputs=2, rows=4)
+    cannot, chose_not = (Reason("USER_CACHE", "the caller passed a cache"), Reason("TOO_SMALL", "small", "1 of 2"))
     for _ in range(2):
-        found.add_reasons("decoding loop", [cannot, cannot])
-        found.add_reasons("prompt sharing", [chose_not])
-    assert found.not_done == [("decoding loop", cannot), ("prompt sharing", chose_not)]
-    assert found.fallbacks == ["decoding loop: the caller passed a cache"]
-    assert found.decisions == ["prompt sharing: small (1 of 2)"]
-    assert found.as_dict()["reasons"][1] == {
+        report.add_reasons("decoding loop", [cannot, cannot])
+        report.add_reasons("prompt sharing", [chose_not])
+    assert report.not_done == [("decoding loop", cannot), ("prompt sharing", chose_not)]
+    assert report.fallbacks == ["decoding loop: the caller passed a cache"]
+    assert report.decisions == ["prompt sharing: small (1 of 2)"]
+    assert report.as_dict()["reasons"][1] == {
         "part": "prompt sharing",
         "code": "TOO_SMALL",
         "text": "small",
         "detail": "1 of 2",
         "decision": True,
     }
-    assert found.verdict == "decode steps not captured: the caller passed a cache; prompts not shared: small"
+    assert report.verdict == "decode steps not captured: the caller passed a cache; prompts not shared: small"
 
 
-def test_codes_in_the_source_are_those_of_the_documentation():
-    """Each code once in the table of docs/reasons.md, and none there that no code gives."""
+def test_the_documentation_lists_the_codes_of_the_source():
+    """Each code stands once in the table of docs/reasons.md, and none that no code returns."""
     sources = [path.read_text(encoding="utf-8") for path in (REPOSITORY / "fastgen").rglob("*.py")]
     code_of = r'(?:(?:Reason|with_code|refused|that_hold\()\(\s*|^ +\()"([A-Z0-9_]+)",'  # cases: tuples
     used = {code for source in sources for code in re.findall(code_of, source, re.MULTILINE)}
@@ -202,6 +198,6 @@ def test_fairseq_has_reports_of_the_same_kind():
     from fairseq_models import CASES
 
     generate(CASES["transformer"](), no_repeat_ngram_size=2, min_len=4)
-    found = fastgen.explain().kernels
-    assert found[f"no_repeat_ngram ({kernel_for('cpu').name})"] >= 4
-    assert found["shared_attention"] >= 4 and found["scaled_dot_product_attention"] >= 4
+    kernels = fastgen.explain().kernels
+    assert kernels[f"no_repeat_ngram ({kernel_for('cpu').name})"] >= 4
+    assert kernels["shared_attention"] >= 4 and kernels["scaled_dot_product_attention"] >= 4

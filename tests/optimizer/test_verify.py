@@ -1,6 +1,4 @@
-"""`fastgen.verify`: generates both ways and says what differs first, and how far the scores are apart."""
-
-from __future__ import annotations
+"""`fastgen.verify` generates both ways and reports the first difference, and how far the scores are apart."""
 
 import copy
 import json
@@ -9,7 +7,7 @@ import random
 import numpy
 import pytest
 import torch
-from parity import BEAMS, GREEDY, SAMPLES, padded, tiny
+from tiny_models import BEAMS, GREEDY, SAMPLES, padded, tiny
 from transformers import LlamaForCausalLM
 
 import fastgen
@@ -18,17 +16,17 @@ from fastgen.optimizer.decoding.call import current_call
 
 @pytest.mark.parametrize("arguments", [GREEDY, BEAMS, SAMPLES], ids=("greedy", "beams", "samples"))
 @pytest.mark.parametrize("name", ("gpt2", "bart"))
-def test_equal_outputs_are_told_with_speed_and_memory(share_always, name, arguments):
-    found = fastgen.verify(tiny(name), padded(9, 5), **arguments)
-    assert found.equal and found.difference is None
-    assert found.rows == 2 * arguments.get("num_return_sequences", 1)
-    assert found.ours.seconds > 0 and found.theirs.seconds > 0
-    assert found.speedup == found.theirs.seconds / found.ours.seconds
-    assert found.report is fastgen.explain() and bool(found.report.shared) == (found.rows > 2)
-    text = repr(found).splitlines()
-    assert text[0] == f"equal: {found.rows} rows" and text[1].startswith("  transformers: ")
-    read = json.loads(json.dumps(found.as_dict()))
-    assert read["equal"] and read["report"]["verdict"] in repr(found)
+def test_equal_outputs_are_reported_with_speed_and_memory(share_always, name, arguments):
+    result = fastgen.verify(tiny(name), padded(9, 5), **arguments)
+    assert result.equal and result.difference is None
+    assert result.rows == 2 * arguments.get("num_return_sequences", 1)
+    assert result.ours.seconds > 0 and result.theirs.seconds > 0
+    assert result.speedup == result.theirs.seconds / result.ours.seconds
+    assert result.report is fastgen.explain() and bool(result.report.shared) == (result.rows > 2)
+    text = repr(result).splitlines()
+    assert text[0] == f"equal: {result.rows} rows" and text[1].startswith("  transformers: ")
+    read = json.loads(json.dumps(result.as_dict()))
+    assert read["equal"] and read["report"]["verdict"] in repr(result)
     assert read["fastgen"]["memory"] is None or read["fastgen"]["memory"] >= 0
 
 
@@ -38,17 +36,17 @@ def test_input_ids_and_outputs_of_other_kinds_are_compared(share_always):
     assert fastgen.verify(tiny("gpt2"), input_ids, **BEAMS, **kinds).equal
 
 
-def test_random_numbers_are_put_back():
+def test_random_numbers_are_restored():
     model = tiny("gpt2")
-    expected, found = [], []
-    for drawn, verified in ((expected, False), (found, True)):
+    expected, after = [], []
+    for drawn, verified in ((expected, False), (after, True)):
         torch.manual_seed(1)
         random.seed(1)
         numpy.random.seed(1)
         if verified:
             assert fastgen.verify(model, padded(9, 5), **SAMPLES).equal
         drawn += [torch.rand(1).item(), random.random(), numpy.random.rand()]
-    assert found == expected
+    assert after == expected
 
 
 class Differs(LlamaForCausalLM):
@@ -62,14 +60,8 @@ class Differs(LlamaForCausalLM):
         return outputs
 
 
-def differing() -> Differs:
-    model = tiny("llama")
-    model.__class__, model.generation_config.eos_token_id = Differs, None
-    return model
-
-
 def log_prob_sum(model: LlamaForCausalLM, inputs: dict, row: int, sequence: torch.Tensor) -> float:
-    """Of the tokens behind the prompt, by one forward over all of them."""
+    """Returns the log-probability of the tokens after the prompt, from one forward over all of them."""
     start = inputs["input_ids"].shape[1]
     mask = torch.cat([inputs["attention_mask"][row], torch.ones(len(sequence) - start, dtype=torch.int64)])
     positions = (mask.cumsum(0) - 1).clamp(min=0)
@@ -83,30 +75,31 @@ def log_prob_sum(model: LlamaForCausalLM, inputs: dict, row: int, sequence: torc
 
 @pytest.mark.parametrize("num_beams", [1, 2])
 def test_the_first_difference_has_step_row_scores_and_gap(num_beams):
-    model, inputs = differing(), padded(9, 5)
+    model, inputs = tiny("llama"), padded(9, 5)
+    model.__class__, model.generation_config.eos_token_id = Differs, None
     arguments = {"max_new_tokens": 6, "do_sample": False, "num_beams": num_beams}
-    found = fastgen.verify(model, inputs, **arguments)
+    result = fastgen.verify(model, inputs, **arguments)
     with fastgen.disabled():
         theirs = model.generate(**inputs, **arguments)
     ours = model.generate(**inputs, **arguments)
-    step, row = (ours != theirs)[:, 9:].any(0).nonzero()[0].item(), found.difference.row
-    assert not found.equal and found.difference.step == step
+    step, row = (ours != theirs)[:, 9:].any(0).nonzero()[0].item(), result.difference.row
+    assert not result.equal and result.difference.step == step
     assert num_beams > 1 or (step, row, ours[1, 11]) == (2, 1, 77)
     stop = None if num_beams > 1 else 9 + step + 1
     expected = [log_prob_sum(model, inputs, row, tokens[row, :stop]) for tokens in (ours, theirs)]
-    assert found.difference.ours == pytest.approx(expected[0], abs=1e-3)
-    assert found.difference.theirs == pytest.approx(expected[1], abs=1e-3)
-    assert found.difference.gap == pytest.approx(expected[1] - expected[0], abs=1e-3)
-    assert repr(found).startswith(f"different: step {step} of row {row} gives token {ours[row, 9 + step]} instead of ")
-    assert json.loads(json.dumps(found.as_dict()))["difference"]["step"] == step
+    assert result.difference.ours == pytest.approx(expected[0], abs=1e-3)
+    assert result.difference.theirs == pytest.approx(expected[1], abs=1e-3)
+    assert result.difference.gap == pytest.approx(expected[1] - expected[0], abs=1e-3)
+    assert repr(result).startswith(f"different: step {step} of row {row} gives token {ours[row, 9 + step]} instead of ")
+    assert json.loads(json.dumps(result.as_dict()))["difference"]["step"] == step
 
 
-def test_what_cannot_generate_is_refused_by_name():
+def test_a_model_that_cannot_generate_is_refused_by_name():
     with pytest.raises(TypeError, match="model is a Linear"):
         fastgen.verify(torch.nn.Linear(1, 1), torch.ones(1, 1))
 
 
-def test_errors_of_generate_are_raised_and_numbers_put_back():
+def test_errors_of_generate_are_raised_and_numbers_restored():
     model, state = tiny("gpt2"), torch.get_rng_state()
     with pytest.raises(IndexError):
         fastgen.verify(model, torch.full((2, 3), 1000), **SAMPLES)
@@ -123,9 +116,9 @@ def test_a_generator_of_fairseq_is_compared():
 
     case = CASES["transformer"]()
     generator = case.task.build_generator(case.models, Namespace(beam=3, max_len_b=8))
-    found = fastgen.verify(generator, case.sample)
-    assert found.equal and found.host == "fairseq" and found.report.shared
-    assert found.rows == 3 * found.report.inputs
+    result = fastgen.verify(generator, case.sample)
+    assert result.equal and result.host == "fairseq" and result.report.shared
+    assert result.rows == 3 * result.report.inputs
     call = FairseqCall(generator, case.sample, {})
     theirs = call.run()
     ours = copy.deepcopy(theirs)

@@ -1,4 +1,4 @@
-"""What the patch layer applies, skips and reverts, on host libraries that each test writes."""
+"""The patch layer applies, skips and reverts patches of host libraries that each test writes."""
 
 import asyncio
 import contextvars
@@ -28,7 +28,7 @@ def test_a_patch_waits_for_its_host_and_imports_nothing(write):
     assert module.function(2) == ("fast", 2)
 
 
-def test_a_module_imported_before_is_patched_at_once(host, fast):
+def test_a_module_imported_before_is_patched_immediately(host, fast):
     patch_set = armed(make_patch(f"{host.__name__}:function", fast))
     assert only_state(patch_set).state == "applied" and host.function(2, scale=3) == ("fast", 6)
 
@@ -78,10 +78,10 @@ def test_the_patched_function_looks_like_the_original(host, fast):
     armed(make_patch(f"{host.__name__}:Base.method", fast))
     assert host.Base.method is not original
     assert inspect.signature(host.Base.method) == inspect.signature(original)
-    assert (host.Base.method.__doc__, host.Base.method.__name__) == ("Gives x back.", "method")
+    assert (host.Base.method.__doc__, host.Base.method.__name__) == ("Returns x.", "method")
 
 
-def test_doing_it_twice_is_doing_it_once(host, fast):
+def test_arming_or_reverting_twice_is_as_good_as_once(host, fast):
     patch_set = armed(make_patch(f"{host.__name__}:function", fast))
     patch_set.arm()
     patch_set.apply()
@@ -93,7 +93,7 @@ def test_doing_it_twice_is_doing_it_once(host, fast):
     assert host.function(1) == ("fast", 1)
 
 
-def test_what_torch_compiles_is_the_original_in_one_graph(host, fast):
+def test_torch_compiles_the_original_in_one_graph(host, fast):
     torch = pytest.importorskip("torch")
     armed(make_patch(f"{host.__name__}:function", fast))
     compiled = torch.compile(host.function, backend="eager", fullgraph=True)
@@ -127,7 +127,7 @@ FAST_ONE = ("fast", 1)
 
 @pytest.fixture
 def off_by_default(host, fast):
-    """A patch set and its host, whose function gives 1 without fastgen and FAST_ONE with it."""
+    """A patch set, and a call of its host that returns 1 without fastgen and FAST_ONE with it."""
     patch_set = PatchSet([make_patch(f"{host.__name__}:function", fast)])
     patch_set.arm(everywhere=False)
     return patch_set, lambda: host.function(1)
@@ -149,7 +149,7 @@ def test_a_switch_concerns_its_thread_only(off_by_default, on):
     assert elsewhere == [outside] and call() == outside and switched(on)(call)() == inside
 
 
-def test_of_nested_switches_the_innermost_counts(off_by_default):
+def test_the_innermost_of_nested_switches_counts(off_by_default):
     _, call = off_by_default
     seen = []
     with switched(True):
@@ -163,7 +163,7 @@ def test_of_nested_switches_the_innermost_counts(off_by_default):
     assert seen == [FAST_ONE, 1, FAST_ONE, FAST_ONE] and call() == 1
 
 
-def test_what_is_on_everywhere_stays_so_until_it_is_reverted(off_by_default):
+def test_a_set_armed_everywhere_stays_so_until_reverted(off_by_default):
     patch_set, call = off_by_default
     patch_set.arm()
     patch_set.arm(everywhere=False)
@@ -227,7 +227,7 @@ def test_a_generator_holds_its_switch_until_it_ends(off_by_default):
         ("function", {"tested": ("1.6", "2.0")}, "wanted {host} 1.6 or newer, found 1.5 (tested: 1.6 to 2.0)"),
     ],
 )
-def test_what_does_not_fit_is_skipped_and_says_so(host, fast, path, changes, reason):
+def test_a_patch_that_does_not_fit_is_skipped_with_a_reason(host, fast, path, changes, reason):
     state = only_state(armed(make_patch(f"{host.__name__}:{path}", fast, **changes)))
     assert state.state == "skipped"
     words = map(re.escape, reason.format(host=host.__name__).split(".*"))
@@ -236,25 +236,25 @@ def test_what_does_not_fit_is_skipped_and_says_so(host, fast, path, changes, rea
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.0.0", "2.0", "2.0.0", "1.9.dev0", "1.10.1", "2.0+cu130", "2.0rc1"])
-def test_a_version_within_the_tested_ones_needs_no_verification(host, fast, version):
+def test_a_version_within_the_tested_range_is_trusted(host, fast, version):
     host.__version__ = version
     patch_set = armed(make_patch(f"{host.__name__}:function", fast))
     assert (only_state(patch_set).state, only_state(patch_set).reason) == ("applied", "")
     assert not patch_set.untested_hosts
 
 
-@pytest.mark.parametrize(("version", "is_said"), [("2.0.1", True), (None, False)])
-def test_a_newer_or_unknown_version_is_to_be_verified(host, fast, version, is_said):
+@pytest.mark.parametrize(("version", "has_reason"), [("2.0.1", True), (None, False)])
+def test_a_newer_or_unknown_version_must_be_verified(host, fast, version, has_reason):
     name, host.__version__ = host.__name__, version
     if version is None:
         del host.__version__
     patch_set = armed(make_patch(f"{name}:function", fast))
     reason = f"{name} {version} is newer than the newest tested 2.0: verified on first use, or left to the original"
     assert only_state(patch_set).state == "applied" and patch_set.untested_hosts == {name}
-    assert (only_state(patch_set).reason == reason) is is_said
+    assert (only_state(patch_set).reason == reason) is has_reason
 
 
-def test_what_holds_for_several_groups_is_said_once():
+def test_a_reason_of_several_groups_is_printed_once():
     newer = "host 9 is newer than the newest tested 8"
     states = [PatchState(f"host.{name}", f"host.{name}", "applied", newer, "os") for name in "ab"]
     states.append(PatchState("host.c", "host.c", "pending", "waits for the import of host.c", "os"))
@@ -273,16 +273,16 @@ def test_a_group_is_applied_all_or_none(host, fast):
 
 
 def test_a_group_waits_for_the_last_of_its_modules(write, fast):
-    one, two = write(HOST), write(HOST)
-    patch_set = armed(make_patch(f"{one}:function", fast), make_patch(f"{two}:function", fast))
-    first = importlib.import_module(one)
-    assert first.function(1) == 1 and two not in sys.modules
-    assert {state.reason for state in patch_set.states()} == {f"waits for the import of {two}"}
-    second = importlib.import_module(two)
+    names = write(HOST), write(HOST)
+    patch_set = armed(*(make_patch(f"{name}:function", fast) for name in names))
+    first = importlib.import_module(names[0])
+    assert first.function(1) == 1 and names[1] not in sys.modules
+    assert {state.reason for state in patch_set.states()} == {f"waits for the import of {names[1]}"}
+    second = importlib.import_module(names[1])
     assert first.function(1) == second.function(1) == ("fast", 1)
 
 
-def test_an_assignment_that_fails_takes_back_the_whole_group(write, fast, caplog):
+def test_an_assignment_that_fails_reverts_the_whole_group(write, fast, caplog):
     name = write(
         HOST
         + """
@@ -309,10 +309,10 @@ class Locked(metaclass=Meta):
 
 
 def test_a_module_that_no_finder_knows_is_patched_too(fast):
-    module = types.ModuleType("made_by_hand")
+    module = types.ModuleType("written_by_hand")
     exec(HOST, module.__dict__)
-    sys.modules["made_by_hand"] = module
+    sys.modules["written_by_hand"] = module
     try:
-        assert only_state(armed(make_patch("made_by_hand:function", fast))).state == "applied"
+        assert only_state(armed(make_patch("written_by_hand:function", fast))).state == "applied"
     finally:
-        del sys.modules["made_by_hand"]
+        del sys.modules["written_by_hand"]

@@ -1,10 +1,11 @@
-"""The patch layer where something is in its way: failing replacements, other libraries that patch, threads."""
+"""The patch layer under difficulties: failing replacements, other libraries that patch, threads."""
 
 import functools
 import importlib
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fake_hosts import HOST, armed, make_patch, only_state
@@ -30,7 +31,7 @@ def test_a_replacement_that_cannot_be_imported_is_switched_off(host, write, fast
     assert {state.state for state in patch_set.states()} == {"failed"} and host.function(1) == 1
 
 
-def test_loading_replacements_finds_what_a_call_would(host, write):
+def test_loading_replacements_has_the_errors_of_a_call(host, write):
     patch_set = armed(make_patch(f"{host.__name__}:function", write("import no_such_module", "broken") + ":fast"))
     patch_set.load_replacements()
     assert only_state(patch_set).state == "failed" and host.function(1) == 1
@@ -44,7 +45,7 @@ def test_a_replacement_that_raises_fails_once_for_all(host, write, caplog):
     assert len(caplog.records) == 1
 
 
-def test_strict_raises_what_the_replacement_raises(host, write):
+def test_strict_raises_the_error_of_the_replacement(host, write):
     raising = write("def fast(original, x):\n    raise KeyError('ours')", "raising")
     armed(make_patch(f"{host.__name__}:function", f"{raising}:fast"), is_strict=lambda: True)
     with pytest.raises(KeyError, match="ours"):
@@ -62,7 +63,7 @@ def test_an_exception_of_the_original_reaches_the_caller_once(write):
     assert host.calls == [1] and only_state(patch_set).state == "applied"
 
 
-def test_a_call_that_the_original_refuses_is_the_callers(host, write, caplog):
+def test_a_call_that_the_original_refuses_fails_no_patch(host, write, caplog):
     strict_arguments = write("def fast(original, x):\n    return ('fast', original(x))", "fast")
     patch_set = armed(make_patch(f"{host.__name__}:function", f"{strict_arguments}:fast"))
     with pytest.raises(TypeError, match=r"function\(\) got an unexpected keyword argument 'typo'"):
@@ -71,7 +72,7 @@ def test_a_call_that_the_original_refuses_is_the_callers(host, write, caplog):
     assert host.function(1) == ("fast", 1)
 
 
-def test_what_the_original_refuses_too_switches_nothing_off(write, caplog):
+def test_errors_that_the_original_shares_fail_no_patch(write, caplog):
     host = importlib.import_module(write("def function(x):\n    raise ValueError('theirs')"))
     raising = write("def fast(original, x):\n    raise KeyError('ours')", "raising")
     patch_set = armed(make_patch(f"{host.__name__}:function", f"{raising}:fast"))
@@ -80,7 +81,7 @@ def test_what_the_original_refuses_too_switches_nothing_off(write, caplog):
     assert only_state(patch_set).state == "applied" and not caplog.records and error.value.__context__ is None
 
 
-def test_what_has_failed_is_tried_again_if_asked_for(write):
+def test_a_failed_group_is_tried_again_if_asked_for(write):
     host = importlib.import_module(write("def function(x):\n    return x"))
     name = write("broken = True\ndef fast(original, x):\n    return 1 / (not broken), original(x)", "raising")
     patch_set = armed(make_patch(f"{host.__name__}:function", f"{name}:fast"))
@@ -167,7 +168,7 @@ def test_a_patch_on_top_that_hides_ours_is_recognised(host, fast):
     assert host.function is ours and host.function(1) == ("fast", 1)
 
 
-def test_another_librarys_patch_that_was_there_first_is_kept(host, fast):
+def test_an_earlier_patch_of_another_library_is_kept(host, fast):
     on_top = put_on_top(host, "function")
     patch_set = armed(make_patch(f"{host.__name__}:function", fast))
     assert host.function(1) == ("fast", ("top", 1))
@@ -175,7 +176,7 @@ def test_another_librarys_patch_that_was_there_first_is_kept(host, fast):
     assert host.function is on_top
 
 
-def test_an_original_that_was_put_back_is_patched_anew(host, fast):
+def test_an_original_that_was_restored_is_patched_anew(host, fast):
     original = host.function
     patch_set = armed(make_patch(f"{host.__name__}:function", fast))
     put_on_top(host, "function")
@@ -190,41 +191,34 @@ def test_an_original_that_was_put_back_is_patched_anew(host, fast):
 
 @pytest.fixture
 def switch_often():
-    """Makes threads take turns a thousand times more often than they do."""
+    """Makes threads take turns a thousand times as often as usual."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(interval / 1000)
     yield
     sys.setswitchinterval(interval)
 
 
-def test_many_threads_may_enable_disable_and_call_at_once(host, fast, switch_often):
+def test_many_threads_may_enable_disable_and_call_together(host, fast, switch_often):
     before = host.Base.method
     patch_set = armed(make_patch(f"{host.__name__}:Base.method", fast))
-    seen, errors = set(), []
+    seen = set()
 
     def work(step):
         calls = 0
-        try:
-            while calls < 200 or (len(seen) < 2 and not errors):
-                step()
-                seen.add(host.Base().method(1))
-                calls += 1
-        except Exception as error:
-            errors.append(error)
+        while calls < 200 or len(seen) < 2:
+            step()
+            seen.add(host.Base().method(1))
+            calls += 1
 
     steps = [patch_set.arm, patch_set.revert, patch_set.states, lambda: None] * 2
-    threads = [threading.Thread(target=work, args=(step,)) for step in steps]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    with ThreadPoolExecutor(len(steps)) as threads:
+        assert [*threads.map(work, steps)] == [None] * len(steps)
     assert seen == {("original", 1), ("fast", ("original", 1))}
     patch_set.revert()
     assert host.Base.method is before
 
 
-def test_a_host_that_another_thread_is_importing_is_waited_for(write, fast):
+def test_a_host_that_another_thread_imports_is_patched(write, fast):
     name = write("import time\nstarted = True\ntime.sleep(0.3)\n" + HOST)
     thread = threading.Thread(target=importlib.import_module, args=(name,))
     thread.start()

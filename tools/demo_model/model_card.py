@@ -1,4 +1,4 @@
-"""The model card of the demo model, written from what was measured."""
+"""The model card of the demo model, written from measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .spoken_english import HELD_OUT_SEED
 
 @dataclass
 class Measurement:
-    """What a training run took and how well the model in its output folder works; the last three are shares of 1."""
+    """The cost of a training run and the accuracy of its model; the last three are shares of 1."""
 
     parameters: int
     vocab_size: int
@@ -24,7 +24,7 @@ class Measurement:
 
 
 def model_card(measured: Measurement, args: argparse.Namespace) -> str:
-    """The text of README.md."""
+    """Returns the text of README.md."""
     options = f"--steps {args.steps} --seed {args.seed}"
     return f"""---
 language: en

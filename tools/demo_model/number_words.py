@@ -25,7 +25,7 @@ _IRREGULAR_ORDINALS = {
 
 
 def cardinal(number: int) -> str:
-    """21 is "twenty one"; takes integers between -10**12 and 10**12, both excluded."""
+    """Returns "twenty one" for 21; takes integers between -10**12 and 10**12, both excluded."""
     if abs(number) >= 10**12:
         raise ValueError(f"number is {number}; accepted: integers between -10**12 and 10**12")
     if number < 0:
@@ -41,7 +41,7 @@ def cardinal(number: int) -> str:
 
 
 def ordinal(number: int) -> str:
-    """21 is "twenty first"."""
+    """Returns "twenty first" for 21."""
     head, _, last = cardinal(number).rpartition(" ")
     if last in _IRREGULAR_ORDINALS:
         last = _IRREGULAR_ORDINALS[last]
@@ -51,25 +51,25 @@ def ordinal(number: int) -> str:
 
 
 def ordinal_suffix(number: int) -> str:
-    """The two letters that follow the digits: 1st, 2nd, 3rd, 11th."""
+    """Returns the two letters that follow the digits: 1st, 2nd, 3rd, 11th."""
     if 10 <= number % 100 <= 20:
         return "th"
     return {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
 
 
 def digits(text: str) -> str:
-    """Every digit by itself, everything else left out: "555-01" is "five five five zero one"."""
+    """Returns the digits one by one and nothing else: "five five five zero one" for "555-01"."""
     return " ".join(_ONES[int(character)] for character in text if character.isdigit())
 
 
 def decimal(text: str) -> str:
-    """ "12.05" is "twelve point zero five"; a comma between thousands is accepted."""
+    """Returns "twelve point zero five" for "12.05"; accepts a comma between thousands."""
     whole, _, fraction = text.replace(",", "").partition(".")
     return cardinal(int(whole)) + (f" point {digits(fraction)}" if fraction else "")
 
 
 def year(number: int) -> str:
-    """1905 is "nineteen oh five", 1900 "nineteen hundred", 2007 "two thousand seven", 2021 "twenty twenty one"."""
+    """Returns "nineteen oh five" for 1905, "two thousand seven" for 2007, "twenty twenty one" for 2021."""
     century, rest = divmod(number, 100)
     if century % 10 == 0 and rest < 10:
         return cardinal(number)
@@ -79,17 +79,17 @@ def year(number: int) -> str:
 
 
 def decade(number: int) -> str:
-    """1980 is "nineteen eighties", for the written form 1980s."""
+    """Returns "nineteen eighties" for 1980, written 1980s."""
     return year(number)[:-1] + "ies"
 
 
-def plural(count: str, one: str, many: str) -> str:
-    """`one` after the written count "1", else `many`."""
-    return one if count == "1" else many
+def plural(count: str, singular: str, plurals: str) -> str:
+    """Returns `singular` for the written count "1", `plurals` for others."""
+    return singular if count == "1" else plurals
 
 
 def roman(number: int) -> str:
-    """Roman numeral of a number below 40."""
+    """Returns the Roman numeral of a number below 40."""
     numeral = ""
     for value, letters in ((10, "X"), (9, "IX"), (5, "V"), (4, "IV"), (1, "I")):
         numeral += letters * (number // value)

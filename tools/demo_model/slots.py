@@ -1,4 +1,4 @@
-"""The parts of a sentence that are spoken otherwise than they are written, and the words between them.
+"""The parts of a sentence that are spoken differently from how they are written, and the words between them.
 
 `SLOTS` maps a name to a function that draws one part, as a pair of its written and its spoken form.
 """
@@ -124,7 +124,7 @@ def _person(rng: Random) -> Pair:
 
 
 def _integer(rng: Random, max_digits: int) -> int:
-    """A positive integer of 1 to `max_digits` digits, every number of digits as likely; some are round."""
+    """Returns a positive integer of 1 to `max_digits` digits, every number of digits as likely; some are round."""
     size = rng.randint(1, max_digits)
     number = rng.randrange(10 ** (size - 1), 10**size)
     if size > 2 and rng.random() < 0.3:
@@ -143,7 +143,7 @@ def _large_number(rng: Random) -> Pair:
 
 
 def _quantity(rng: Random) -> Pair:
-    """A number that may have one or two decimals, as it stands before a unit or a percent sign."""
+    """Returns a number with up to two decimals, as it stands before a unit or a percent sign."""
     if rng.random() < 0.6:
         return _number(rng)
     number = f"{rng.randrange(100)}.{rng.choice((rng.randrange(1, 10), f'{rng.randrange(1, 100):02}'))}"
@@ -151,18 +151,18 @@ def _quantity(rng: Random) -> Pair:
 
 
 def _money(rng: Random) -> Pair:
-    sign, (one, many, cent, cents) = rng.choice(list(_CURRENCIES.items()))
+    sign, (singular, plurals, cent, cents) = rng.choice(list(_CURRENCIES.items()))
     kind = rng.random()
     if kind < 0.1:
         amount = f"{rng.randint(1, 9)}.{rng.randint(1, 9)}"
         scale = rng.choice(("million", "billion"))
-        return f"{sign}{amount} {scale}", f"{decimal(amount)} {scale} {many}"
+        return f"{sign}{amount} {scale}", f"{decimal(amount)} {scale} {plurals}"
     hundredths = rng.randint(1, 99)
     fraction = f"{cardinal(hundredths)} {plural(str(hundredths), cent, cents)}"
     if kind < 0.15:
         return f"{sign}0.{hundredths:02}", fraction
     whole = _integer(rng, 5)
-    spoken = f"{cardinal(whole)} {plural(str(whole), one, many)}"
+    spoken = f"{cardinal(whole)} {plural(str(whole), singular, plurals)}"
     if kind < 0.65:
         return f"{sign}{whole:,}", spoken
     return f"{sign}{whole:,}.{hundredths:02}", f"{spoken} and {fraction}"
@@ -214,9 +214,9 @@ def _time(rng: Random) -> Pair:
 
 def _measure(units: dict[str, tuple[str, str]]) -> Callable[[Random], Pair]:
     def measure(rng: Random) -> Pair:
-        unit, (one, many) = rng.choice(list(units.items()))
+        unit, (singular, plurals) = rng.choice(list(units.items()))
         written, spoken = _quantity(rng)
-        return f"{written} {unit}", f"{spoken} {plural(written, one, many)}"
+        return f"{written} {unit}", f"{spoken} {plural(written, singular, plurals)}"
 
     return measure
 

@@ -148,7 +148,7 @@ def _sentence(rng: Random, clauses: int) -> Pair:
 
 
 def make_pair(rng: Random) -> Pair:
-    """One (written, spoken) pair of at most `MAX_SPOKEN_WORDS` spoken words; the same pairs for the same `rng`.
+    """Returns a (written, spoken) pair of at most `MAX_SPOKEN_WORDS` spoken words; the same for the same `rng`.
 
     One line in ten is a few words long; the others have one to five clauses, short lines being more frequent.
     """
@@ -167,7 +167,7 @@ def make_pair(rng: Random) -> Pair:
 
 
 def held_out_pairs() -> list[Pair]:
-    """The pairs that no training run sees: all different, the first 500 of them are sample.txt and sample.ref.txt."""
+    """Returns pairs that no training run sees, all different; the first 500 are sample.txt and sample.ref.txt."""
     rng = Random(HELD_OUT_SEED)
     pairs: dict[str, str] = {}
     while len(pairs) < _HELD_OUT_LINES:

@@ -43,7 +43,7 @@ POOL_PAIRS = 4096
 
 
 def train_tokenizer(rng: Random, vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer that keeps every digit a token of its own and restores any text."""
+    """Returns a byte-level BPE tokenizer that keeps every digit a token of its own and restores any text."""
     tokenizer = Tokenizer(models.BPE(unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -75,7 +75,7 @@ def train_tokenizer(rng: Random, vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> BartForConditionalGeneration:
-    """A Bart of about 1.6 million parameters with random weights; the embeddings are shared and tied."""
+    """Returns a Bart of about 1.6 million parameters with random weights; the embeddings are shared and tied."""
     ids = {
         "bos_token_id": tokenizer.bos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
@@ -107,10 +107,10 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> BartForConditionalGenerat
 
 
 def initialize_positions(model: BartForConditionalGeneration) -> None:
-    """Fixed sines as positions, and the first layers set to look at the neighbours of a token.
+    """Sets positions to fixed sines, and the first layers to look at the neighbours of a token.
 
-    Reading a digit takes the digits around it, at every place of a line. Starting there, instead of having to find it
-    out for each position, saves most of the training; all weights but the positions are trained afterwards.
+    Reading a digit takes the digits around it, anywhere in a line. A model that begins with this needs a fraction of
+    the training; all weights but the positions are trained afterwards.
     """
     config = model.config
     frequencies = 3.0 * 500 ** -torch.linspace(0, 1, config.d_model // 2)
@@ -152,7 +152,7 @@ def _look_at_offset(attention: torch.nn.Module, head: int, offset: int, frequenc
 def batches(
     rng: Random, tokenizer: PreTrainedTokenizerFast, exclude: set[str], batch_tokens: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """An endless stream of batches of about `batch_tokens` target tokens: input_ids [B, S], labels [B, T]."""
+    """Yields endless batches of about `batch_tokens` target tokens: input_ids [B, S], labels [B, T]."""
     while True:
         pairs = [pair for pair in (make_pair(rng) for _ in range(POOL_PAIRS)) if pair[0] not in exclude]
         sources = tokenizer([written for written, _ in pairs])["input_ids"]
@@ -186,7 +186,7 @@ def exact_match(
     num_beams: int,
     batch_size: int = 50,
 ) -> float:
-    """Share of the pairs whose output is the reference, letter by letter."""
+    """Returns the share of the pairs whose output is exactly the reference."""
     pairs = sorted(pairs, key=lambda pair: len(pair[0]))
     right = 0
     training = model.training
@@ -215,7 +215,7 @@ def in_8_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def save(model: BartForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Weights of 8 bits as float16, for their size; the config says float32, in which they are loaded and measured."""
+    """Saves weights of 8 bits as float16, for their size; the config says float32, which they are loaded in."""
     halves: dict[int, torch.Tensor] = {}
     weights = {}
     for name, tensor in model.state_dict().items():
@@ -276,7 +276,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def measure_and_write(args: argparse.Namespace, steps: int, tokens: int, minutes: float) -> None:
-    """Measures the model in the output folder as it will be loaded; writes the sample lines and the model card."""
+    """Measures the model in the output folder, loaded as users load it; writes the sample lines and the model card."""
     tokenizer = AutoTokenizer.from_pretrained(args.output)
     model = AutoModelForSeq2SeqLM.from_pretrained(args.output, dtype=torch.float32)
     held_out = held_out_pairs()
@@ -300,7 +300,7 @@ def measure_and_write(args: argparse.Namespace, steps: int, tokens: int, minutes
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Trains the demo model and writes its folder.")
-    parser.add_argument("--output", type=Path, required=True, help="folder of the model; made if it is not there")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the model; made if it does not exist")
     parser.add_argument("--steps", type=int, default=6500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)

@@ -1,8 +1,8 @@
 """Lets a build of torch for CUDA be imported on a machine without a GPU, without CUDA's libraries of several GB.
 
-PyPI has builds of torch for Linux that are linked to NVIDIA's libraries. Of these, computing on a CPU calls the runtime
-only, which says that there is no GPU. That one is installed; for each other a library of the same name is made, whose
-functions do nothing. Needs `cc`, `nm` and `readelf`.
+PyPI has builds of torch for Linux that are linked to NVIDIA's libraries. On a CPU, torch calls only the
+runtime of these, which reports that there is no GPU. The runtime is installed; for each other library, one of the same
+name is built whose functions do nothing. Needs `cc`, `nm` and `readelf`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ FUNCTIONS = re.compile(r"(cu|nccl|nv)[a-zA-Z]\w*")
 
 
 def forget_requirements(site_packages: Path) -> None:
-    """Takes NVIDIA's packages out of what torch says that it needs, so that pip does not bring them."""
+    """Removes NVIDIA's packages from the requirements of torch, so that pip does not install them."""
     (metadata,) = site_packages.glob("torch-*.dist-info/METADATA")
     lines = metadata.read_text(encoding="utf-8").splitlines(keepends=True)
     metadata.write_text("".join(line for line in lines if not PACKAGES.match(line)), encoding="utf-8")
 
 
 def runtime(site_packages: Path) -> str:
-    """What pip has to install first."""
+    """Returns the package of the runtime, which pip must install first."""
     return next(package for library, package in RUNTIMES.items() if library in _needed(site_packages))
 
 
 def write(site_packages: Path) -> None:
-    """Writes a stand-in into torch/lib for each library that torch is linked to and that is not there."""
+    """Writes a stand-in into torch/lib for each library that torch is linked to and that is missing."""
     torch = _libraries(site_packages)
     present = {path.name for folder in ("torch/lib", "nvidia") for path in (site_packages / folder).rglob("*.so*")}
     undefined = set(re.findall(r" U (\S+)", _output("nm", "--dynamic", "--undefined-only", *torch)))
@@ -45,21 +45,21 @@ def _libraries(site_packages: Path) -> list[str]:
 
 
 def _needed(site_packages: Path) -> set[str]:
-    told = _output("readelf", "--dynamic", *_libraries(site_packages))
-    return {name for name in re.findall(r"\(NEEDED\).*\[(.+)\]", told) if NVIDIA.match(name)}
+    dynamic = _output("readelf", "--dynamic", *_libraries(site_packages))
+    return {name for name in re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic) if NVIDIA.match(name)}
 
 
-def _versions(told: str) -> dict[str, set[str]]:
-    """Returns the versions of symbols that are asked for, of each library."""
-    found: dict[str, set[str]] = {}
-    for library, block in re.findall(r"File: (\S+)(.*(?:\n.*Name: .*)*)", told):
-        found.setdefault(library, set()).update(re.findall(r"Name: (\S+)", block))
-    return found
+def _versions(text: str) -> dict[str, set[str]]:
+    """Returns the versions of symbols that torch needs from each library."""
+    versions: dict[str, set[str]] = {}
+    for library, block in re.findall(r"File: (\S+)(.*(?:\n.*Name: .*)*)", text):
+        versions.setdefault(library, set()).update(re.findall(r"Name: (\S+)", block))
+    return versions
 
 
 def _build(folder: Path, library: str, undefined: set[str], versions: set[str]) -> None:
-    """The functions of `versions`, or, of a library without versions, all of NVIDIA's that have none."""
-    symbols = [one.partition("@")[::2] for one in undefined]
+    """Builds the functions of `versions`, or all of NVIDIA's without a version if the library has no versions."""
+    symbols = [symbol.partition("@")[::2] for symbol in undefined]
     names = {
         version: [name for name, asked in symbols if asked == version and (version or FUNCTIONS.fullmatch(name))]
         for version in versions or {""}

@@ -1,12 +1,12 @@
 """Runs the tests of tests/core.txt with other versions of Python, torch and transformers; `make matrix`.
 
     python tools/matrix/run.py            # all combinations, the results to results.json and docs/support.md
-    python tools/matrix/run.py 3.12 ...   # those with these names only; the others keep what they had
+    python tools/matrix/run.py 3.12 ...   # only the named ones; the others keep their results
 
 One thing changes at a time: Python with the newest of everything, transformers, torch. Each combination gets an
-environment in .venv-matrix, which is removed afterwards. What cannot be installed is a row that says why.
+environment in .venv-matrix, which is removed afterwards. A combination that cannot be installed has a reason.
 
-The builds of torch on PyPI are for CUDA. Where pip finds no other, one is used without CUDA's libraries
+The builds of torch on PyPI are for CUDA. If pip finds no other, one is used without CUDA's libraries
 (cuda_stand_ins.py), and its version ends in +cu….
 """
 
@@ -36,7 +36,7 @@ BEGIN, END = "<!-- make matrix -->\n", "<!-- end of make matrix -->\n"
 ENVIRONMENT = ROOT / ".venv-matrix"
 TOOLS = ["pytest", "pytest-randomly", "pytest-timeout", "hypothesis", "psutil"]
 PACKAGES = ("torch", "transformers", "numpy")
-# Of fairseq 0.12.2, which has no wheel, and metadata that newer pips refuse; nothing here calls its torchaudio.
+# fairseq 0.12.2 has no wheel, and metadata that newer pips refuse; nothing here calls its torchaudio.
 BUILDS_FAIRSEQ = ("pip<24.1", "setuptools<70", "wheel", "cython", "numpy<2")
 FAIRSEQ_NEEDS = ("omegaconf<2.1", "hydra-core<1.1", "cffi", "regex", "sacrebleu", "bitarray")
 REPORTED = """
@@ -48,7 +48,7 @@ print(json.dumps({{"python": platform.python_version()}} | {{n: m.version(n) for
 
 @dataclass(frozen=True)
 class Combination:
-    """What is asked of pip; the versions that it gave are in the results."""
+    """Requirements for pip; the installed versions are in the results."""
 
     name: str
     python: str
@@ -75,19 +75,19 @@ COMBINATIONS = (
 
 
 class CannotInstall(Exception):
-    """The last line of what pip or venv said."""
+    """Installing failed: the message is the last line of pip or venv."""
 
 
 def call(*command: str | Path, **env: str) -> str:
     done = subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True)
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        raise CannotInstall(next((line for line in said if line.startswith("ERROR: ")), said[-1]))
+        lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        raise CannotInstall(next((line for line in lines if line.startswith("ERROR: ")), lines[-1]))
     return done.stdout
 
 
 def install_torch(python: Path, wanted: str) -> str:
-    """Installs it and returns "torch==version"; of NVIDIA's packages the runtime at most."""
+    """Installs torch, of NVIDIA's packages at most the runtime; returns "torch==version"."""
     pip = [python, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     report = json.loads(call(*pip, "install", "--dry-run", "--no-deps", "--report", "-", wanted))
     metadata = report["install"][0]["metadata"]
@@ -102,12 +102,12 @@ def install_torch(python: Path, wanted: str) -> str:
 
 
 def install(combination: Combination) -> Path:
-    """The environment's Python."""
+    """Installs a combination; returns the Python of the environment."""
     interpreter = f"python{combination.python}"
     if shutil.which(interpreter) is None:
         raise CannotInstall(f"no {interpreter} on this machine")
     shutil.rmtree(ENVIRONMENT, ignore_errors=True)
-    call(interpreter, "-m", "venv", ENVIRONMENT, PYENV_VERSION=combination.python)  # of which pyenv takes the last
+    call(interpreter, "-m", "venv", ENVIRONMENT, PYENV_VERSION=combination.python)  # for an interpreter of pyenv
     python = ENVIRONMENT / "bin" / "python"
     pip = [python, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
     call(*pip, "--upgrade", "pip", "setuptools")
@@ -124,7 +124,7 @@ def install(combination: Combination) -> Path:
 
 
 def run(combination: Combination) -> dict[str, Any]:
-    """One row: the exact versions and how many tests passed, were skipped and failed; or `reason`."""
+    """Returns a row: the exact versions, and how many tests passed, were skipped and failed; or `reason`."""
     row: dict[str, Any] = {"name": combination.name, "python": combination.python}
     row |= {"date": datetime.date.today().isoformat(), "cpu": describe_cpu()}
     try:
@@ -134,7 +134,7 @@ def run(combination: Combination) -> dict[str, Any]:
     names = [*PACKAGES, *filter(None, [combination.fairseq])]
     row |= json.loads(call(python, "-c", REPORTED.format(names=names)))
     row["fairseq"] = row.pop(combination.fairseq, None)
-    # What a build of torch calls itself has more than its distribution's version: +cpu, +cu130.
+    # torch.__version__ names the build too: +cpu, +cu130.
     row["torch"] = call(python, "-c", "import torch; print(torch.__version__)").strip()
     environment = os.environ | {"FASTGEN_STRICT": "1", "OMP_NUM_THREADS": "1"}
     command = [python, "-m", "pytest", "-rfEs", "-p", "no:cacheprovider", "@tests/core.txt"]
@@ -148,12 +148,12 @@ def run(combination: Combination) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """What stands in docs/support.md: a line for each combination."""
+    """Returns the table of docs/support.md: a line for each combination."""
     lines = ["| Python | torch | transformers | numpy | fairseq | passed | skipped | failed | date, CPU |"]
     lines.append("|---|---|---|---|---|---|---|---|---|")
-    found = {row["name"]: row for row in rows}
+    rows_by_name = {row["name"]: row for row in rows}
     for combination in COMBINATIONS:
-        row = found.get(combination.name, {"python": combination.python, "reason": "not yet"})
+        row = rows_by_name.get(combination.name, {"python": combination.python, "reason": "not yet"})
         when = f"{row['date']}, {row['cpu']}" if "date" in row else ""
         if "reason" in row:
             why = f"{combination.torch}, {combination.transformers} did not run: {row['reason']}"

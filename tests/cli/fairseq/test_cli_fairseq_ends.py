@@ -1,4 +1,4 @@
-"""However a run of fastgen-generate-for-fairseq ends, it says why, leaves whole lines, and no process behind."""
+"""However a run of fastgen-generate-for-fairseq ends, it says why, and leaves whole lines and no process."""
 
 import os
 import signal
@@ -9,15 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("fairseq")
-
-from fairseq_command_data import CommandData, made
 from python_process import REPOSITORY, run_python
 
 from fastgen.cli.fairseq.command import generate
 
-# A command that a busy machine slows down has the time to end in order.
+# A command has time to end in order, even on a busy machine.
 COMMAND = """
 import sys
 from fastgen.cli.fairseq.command import generate
@@ -26,17 +22,12 @@ exits.SECONDS_TO_END = 1e6
 sys.exit(generate())
 """
 COMMAND = [sys.executable, "-c", COMMAND]
-# One line at a time and long outputs: a run that lasts longer than what is done to it.
+# One line at a time and long outputs, so that the run is interrupted before its end.
 SLOW = "--batch-size 1 --beam 8 --min-len 150 --max-len-b 200 --remove-bpe --tokenizer moses".split()
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> CommandData:
-    return made(tmp_path_factory.getbasetemp())
-
-
 class Run:
-    """The command in a session of its own, writing into files."""
+    """The command in its own session, writing into files."""
 
     def __init__(self, folder: Path, *args: str) -> None:
         self.out, self.err = folder / "out", folder / "err"
@@ -45,7 +36,7 @@ class Run:
             self.process = subprocess.Popen([*COMMAND, *args], env=env, stdout=out, stderr=err, start_new_session=True)
 
     def wait_for_output(self) -> list[int]:
-        """Until the first lines are there; returns the processes that the command has started."""
+        """Waits for the first lines; returns the processes that the command has started."""
         while not self.out.stat().st_size:
             assert self.process.poll() is None, self.err.read_text()
             time.sleep(0.02)
@@ -68,8 +59,8 @@ def _status(pid: int) -> list[str]:
 
 
 def children(parent: int) -> list[int]:
-    found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    return sorted(pid for pid in found if _status(pid)[1] == str(parent))
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return sorted(pid for pid in pids if _status(pid)[1] == str(parent))
 
 
 def wait_until_gone(pids: list[int]) -> None:
@@ -80,7 +71,7 @@ def wait_until_gone(pids: list[int]) -> None:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 class TestProcesses:
     @pytest.mark.parametrize("whole_group", [True, False])
-    def test_ctrl_c_ends_every_process(self, data: CommandData, tmp_path: Path, whole_group: bool) -> None:
+    def test_ctrl_c_ends_every_process(self, data, tmp_path, whole_group):
         run = Run(tmp_path, *data.generation, *SLOW)
         pids = run.wait_for_output()
         assert len(pids) >= 2
@@ -93,7 +84,7 @@ class TestProcesses:
         assert run.last_error() == "fastgen-generate-for-fairseq: interrupted"
         assert len(run.lines()) % 5 == 0  # S, T, H, D and P of whole sentences
 
-    def test_a_killed_worker_ends_the_run(self, data: CommandData, tmp_path: Path) -> None:
+    def test_a_killed_worker_ends_the_run(self, data, tmp_path):
         run = Run(tmp_path, *data.generation, *SLOW, "--num-workers", "0", "--postprocess-workers", "2")
         workers = run.wait_for_output()
         assert len(workers) == 2
@@ -103,7 +94,7 @@ class TestProcesses:
         wait_until_gone(workers)
         assert len(run.lines()) % 5 == 0
 
-    def test_workers_do_not_outlive_a_killed_command(self, data: CommandData, tmp_path: Path) -> None:
+    def test_workers_do_not_outlive_a_killed_command(self, data, tmp_path):
         run = Run(tmp_path, *data.generation, *SLOW, "--num-workers", "0", "--postprocess-workers", "2")
         workers = run.wait_for_output()
         run.process.kill()
@@ -126,9 +117,7 @@ class RaisesLate:
         return text
 
 
-def test_an_exception_in_a_worker_ends_the_run_after_what_came_before(
-    data: CommandData, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exception_in_a_worker_follows_earlier_lines(data, capfd, monkeypatch):
     from fairseq.data.encoders import BPE_REGISTRY
 
     monkeypatch.setitem(BPE_REGISTRY, "byte_bpe", RaisesLate)
@@ -141,7 +130,7 @@ def test_an_exception_in_a_worker_ends_the_run_after_what_came_before(
     assert [line[:2] for line in captured.out.splitlines()] == ["S-", "T-", "H-", "D-", "P-"] * 20
 
 
-def test_a_reader_that_goes_away_ends_the_run_quietly(data: CommandData) -> None:
+def test_a_reader_that_closes_ends_the_run_quietly(data):
     env = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     command = [*COMMAND, *data.generation, *SLOW]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -154,7 +143,7 @@ def test_a_reader_that_goes_away_ends_the_run_quietly(data: CommandData) -> None
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full disk")
-def test_a_full_disk_ends_the_run(data: CommandData, capfd: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_run(data, capfd, tmp_path):
     (tmp_path / "generate-test.txt").symlink_to("/dev/full")
     assert generate([*data.generation, "--num-workers", "0", "--results-path", str(tmp_path)]) == 1
     assert "No space left on device" in capfd.readouterr().err.splitlines()[-1]
@@ -172,6 +161,6 @@ print(round(pearsonr([1, 2, 3], [1, 2, 3])[0], 6), {"sklearn", "scipy.stats"} <=
 """
 
 
-def test_scikit_learn_and_scipy_are_imported_when_a_score_of_training_needs_it() -> None:
+def test_packages_of_training_are_imported_when_needed():
     pytest.importorskip("sklearn")
     assert run_python("-c", DEFERRED).stdout.splitlines()[-2:] == ["0 0.8 0.5", "1.0 True"]

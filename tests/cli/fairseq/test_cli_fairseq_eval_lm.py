@@ -3,9 +3,6 @@
 import re
 
 import pytest
-
-pytest.importorskip("fairseq")
-
 from fairseq_command_data import make_language_model, upstream
 from python_process import run_python
 
@@ -13,21 +10,21 @@ COMMAND = "import sys; from fastgen.cli.fairseq.command import eval_lm; sys.exit
 
 
 @pytest.fixture(scope="module")
-def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def arguments(tmp_path_factory):
     return make_language_model(tmp_path_factory.mktemp("fairseq-lm"))
 
 
 def results(text: str) -> list[str]:
-    """What was logged of words and of the loss; speeds and times differ from run to run."""
+    """Returns the logged words and loss, because speeds and times differ from run to run."""
     return re.findall(r"fairseq_cli.eval_lm:(\d+ .*|Loss.*|num. model params.*|\w+\t.*)", text)
 
 
-def test_words_and_loss_are_fairseq_eval_lms(arguments: list[str]) -> None:
+def test_words_and_loss_are_fairseq_eval_lms(arguments):
     args = [*arguments, "--output-word-probs", "--output-word-stats"]
     expected = upstream("eval_lm", *args)
     for flags in ([], ["--no-fastgen"]):
         done = run_python("-c", COMMAND, *args, *flags, OMP_NUM_THREADS="1")
         assert done.returncode == 0, done.stderr
         assert done.stdout == expected.stdout
-        found = results(done.stderr)
-        assert len(found) > 50 and found == results(expected.stderr)
+        printed = results(done.stderr)
+        assert len(printed) > 50 and printed == results(expected.stderr)

@@ -1,4 +1,4 @@
-"""What cannot work, and what fairseq would leave out without a word, is said in one line that names the argument."""
+"""Mistakes, and sentences that fairseq would silently leave out, are named in one line."""
 
 import logging
 import shutil
@@ -7,11 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("fairseq")
-
 import torch
-from fairseq_command_data import CommandData, made
+from fairseq_command_data import CommandData, command_data
 
 import fastgen
 from fastgen.cli.fairseq.command import eval_lm, generate
@@ -20,10 +17,10 @@ DAMAGED = "is no checkpoint, or a damaged one ("
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> CommandData:
-    """The data of translations, with files for --path that no run can use."""
+def data(tmp_path_factory):
+    """The data of translations, with unusable files for --path."""
     folder = tmp_path_factory.mktemp("mistakes") / "fairseq"
-    shutil.copytree(made(tmp_path_factory.getbasetemp()).folder, folder)
+    shutil.copytree(command_data(tmp_path_factory.getbasetemp()).folder, folder)
     checkpoint = (folder / "model" / "checkpoint_last.pt").read_bytes()
     (folder / "text.pt").write_text("hello, this is a text\n")
     (folder / "empty.pt").touch()
@@ -35,7 +32,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> CommandData:
 
 
 def stopped(capfd: pytest.CaptureFixture, main: Callable[[list[str]], int], args: list[str]) -> str:
-    """The last line on stderr of a command that cannot do what `args` say."""
+    """Returns the last line on stderr of a command that refuses `args`."""
     try:
         status = main(args)
     except SystemExit as left:  # argparse's own way
@@ -64,9 +61,7 @@ FLAGS = [
 
 
 @pytest.mark.parametrize(("flags", "named"), FLAGS)
-def test_a_flag_that_cannot_be_used_is_named(
-    data: CommandData, capfd: pytest.CaptureFixture, flags: str, named: str
-) -> None:
+def test_a_flag_that_cannot_be_used_is_named(data, capfd, flags, named):
     error = stopped(capfd, generate, [*data.generation, *flags.format(folder=data.folder).split()])
     assert named.format(folder=data.folder) in error
 
@@ -76,18 +71,14 @@ def test_a_flag_that_cannot_be_used_is_named(
     ("file", "said"),
     [("text.pt", DAMAGED), ("empty.pt", DAMAGED), ("cut.pt", DAMAGED), ("none.pt", "does not exist (accepted: ")],
 )
-def test_a_file_that_is_no_checkpoint_is_named(
-    data: CommandData, capfd: pytest.CaptureFixture, file: str, said: str, more: list[str]
-) -> None:
+def test_a_file_that_is_no_checkpoint_is_named(data, capfd, file, said, more):
     path = str(data.folder / file)
     for main, args in ((generate, data.generation), (eval_lm, [str(data.folder / "lm"), "--cpu"])):
         assert f"error: --path {path}: {said}" in stopped(capfd, main, [*args, "--path", path, *more])
 
 
 @pytest.mark.parametrize("main", [generate, eval_lm])
-def test_data_that_is_not_there_is_named(
-    capfd: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture, tmp_path: Path, main: Callable
-) -> None:
+def test_missing_data_is_named(capfd, caplog, tmp_path, main):
     with caplog.at_level(logging.INFO):
         error = stopped(capfd, main, [str(tmp_path / "none"), "--path", "checkpoint.pt", "--cpu"])
     assert f"error: DATA {tmp_path / 'none'}: does not exist" in error
@@ -95,9 +86,7 @@ def test_data_that_is_not_there_is_named(
 
 
 @pytest.mark.parametrize("main", [generate, eval_lm])
-def test_the_version_is_shown_without_fairseq(
-    capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, main: Callable
-) -> None:
+def test_the_version_is_shown_without_fairseq(capfd, monkeypatch, main):
     monkeypatch.setitem(sys.modules, "fairseq", None)
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])
@@ -105,12 +94,12 @@ def test_the_version_is_shown_without_fairseq(
 
 
 @pytest.mark.parametrize("main", [generate, eval_lm])
-def test_path_is_asked_for(capfd: pytest.CaptureFixture, tmp_path: Path, main: Callable) -> None:
+def test_a_missing_path_is_named(capfd, tmp_path, main):
     assert "error: --path is missing" in stopped(capfd, main, [str(tmp_path), "--cpu"])
 
 
 @pytest.mark.parametrize("more", [[], ["--no-fastgen"]])
-def test_languages_are_asked_for(capfd: pytest.CaptureFixture, tmp_path: Path, more: list[str]) -> None:
+def test_missing_languages_are_named(capfd, tmp_path, more):
     args = [str(tmp_path), "--path", "checkpoint.pt", "--cpu", *more]
     error = stopped(capfd, generate, args)
     assert f"DATA {tmp_path}: " in error and "--source-lang and --target-lang" in error
@@ -119,9 +108,7 @@ def test_languages_are_asked_for(capfd: pytest.CaptureFixture, tmp_path: Path, m
         assert "error: --tokenizer moses needs --source-lang and --target-lang" in error
 
 
-def test_wer_asks_for_its_package(
-    data: CommandData, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wer_names_its_missing_package(data, capfd, monkeypatch):
     monkeypatch.setitem(sys.modules, "editdistance", None)
     error = stopped(capfd, generate, [*data.generation, "--scoring", "wer"])
     assert "--scoring wer needs the package editdistance" in error
@@ -130,7 +117,7 @@ def test_wer_asks_for_its_package(
 LEFT_OUT = "fastgen-generate-for-fairseq: fairseq leaves out "
 
 
-def test_sentences_that_fairseq_leaves_out_are_counted(data: CommandData, capfd: pytest.CaptureFixture) -> None:
+def test_sentences_that_fairseq_leaves_out_are_counted(data, capfd):
     assert generate(data.generation) == 0
     captured = capfd.readouterr()
     assert captured.out.count("\nH-") == 56
@@ -139,9 +126,7 @@ def test_sentences_that_fairseq_leaves_out_are_counted(data: CommandData, capfd:
 
 
 @pytest.mark.parametrize("multiple", [1, 8])
-def test_sentences_that_fairseq_skips_are_counted(
-    data: CommandData, capfd: pytest.CaptureFixture, multiple: int
-) -> None:
+def test_sentences_that_fairseq_skips_are_counted(data, capfd, multiple):
     flags = f"--skip-invalid-size-inputs-valid-test --max-source-positions 9 --required-batch-size-multiple {multiple}"
     assert generate([*data.generation, *flags.split()]) == 0
     captured = capfd.readouterr()
@@ -160,15 +145,13 @@ def test_sentences_that_fairseq_skips_are_counted(
         "--skip-invalid-size-inputs-valid-test --required-batch-size-multiple 1",
     ],
 )
-def test_sentences_that_are_not_there_for_another_reason_are_not(
-    data: CommandData, capfd: pytest.CaptureFixture, flags: str
-) -> None:
+def test_sentences_missing_for_other_reasons_are_not_counted(data, capfd, flags):
     assert generate([*data.generation, *flags.split()]) == 0
     captured = capfd.readouterr()
     assert "\nH-" in captured.out
     assert LEFT_OUT not in captured.err
 
 
-def test_a_run_that_fairseq_leaves_empty_is_refused(data: CommandData, capfd: pytest.CaptureFixture) -> None:
+def test_a_run_without_sentences_is_refused(data, capfd):
     error = stopped(capfd, generate, [*data.generation, "--required-batch-size-multiple", "100"])
     assert "fairseq leaves out 60 of 60 sentences" in error

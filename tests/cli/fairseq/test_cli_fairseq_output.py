@@ -1,7 +1,7 @@
-"""fastgen-generate-for-fairseq writes what fairseq-generate writes, byte for byte, for every kind of line and score.
+"""fastgen-generate-for-fairseq writes the bytes of fairseq-generate, for every kind of line and score.
 
-The command is compared with fairseq's own around the same model. With fastgen's faster model the lines are the same as
-well, but for the last digits of scores.
+The command is compared with fairseq's own around the same model. With fastgen's faster model lines are the
+same but for the last digits of scores.
 """
 
 import logging
@@ -10,14 +10,10 @@ import re
 import shutil
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("fairseq")
-
-from fairseq_command_data import CommandData, made, made_encoded, upstream
+from fairseq_command_data import encoded_data, upstream
 
 import fastgen
 from fastgen.cli.fairseq.command import generate
@@ -25,22 +21,17 @@ from fastgen.optimizer.fairseq.checkpoints import allowed
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> CommandData:
-    return made(tmp_path_factory.getbasetemp())
+def sentencepiece(tmp_path_factory):
+    return encoded_data(tmp_path_factory.getbasetemp(), "sentencepiece")
 
 
 @pytest.fixture(scope="module")
-def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> CommandData:
-    return made_encoded(tmp_path_factory.getbasetemp(), "sentencepiece")
-
-
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> CommandData:
-    return made_encoded(tmp_path_factory.getbasetemp(), "gpt2")
+def gpt2(tmp_path_factory):
+    return encoded_data(tmp_path_factory.getbasetemp(), "gpt2")
 
 
 def written(capfd: pytest.CaptureFixture, *args: str) -> str:
-    """Standard output of the command, run in this process.
+    """Returns the standard output of the command, run in this process.
 
     Unless `args` say otherwise, no other process reads the data: the tests would wait five seconds for each to end.
     """
@@ -50,7 +41,7 @@ def written(capfd: pytest.CaptureFixture, *args: str) -> str:
 
 
 def check_pipeline(capfd: pytest.CaptureFixture, args: list[str], *holds: str) -> str:
-    """The pipeline writes what fairseq-generate's loop writes, which holds the expressions `holds`."""
+    """Asserts that the pipeline writes the lines of fairseq-generate's loop, which match `holds`."""
     expected = written(capfd, *args, "--no-fastgen")
     for expression in holds:
         assert re.search(expression, expected, re.MULTILINE), expression
@@ -87,10 +78,8 @@ UNPRINTED = (
 
 
 @pytest.mark.parametrize("flags", UNPRINTED)
-def test_fields_that_are_not_printed_may_hold_anything(
-    capfd: pytest.CaptureFixture, data: CommandData, monkeypatch: pytest.MonkeyPatch, flags: str
-) -> None:
-    """Hypotheses of a task that adds what no process can send to another."""
+def test_fields_that_are_not_printed_may_hold_anything(capfd, data, monkeypatch, flags):
+    """A task may add fields that cannot be sent to another process."""
     from fairseq.tasks.translation import TranslationTask
 
     inference_step = TranslationTask.inference_step
@@ -109,9 +98,7 @@ def test_fields_that_are_not_printed_may_hold_anything(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_scores_of_any_dtype_are_printed(
-    capfd: pytest.CaptureFixture, data: CommandData, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
+def test_scores_of_any_dtype_are_printed(capfd, data, monkeypatch, dtype):
     from fairseq.tasks.translation import TranslationTask
 
     inference_step = TranslationTask.inference_step
@@ -127,14 +114,12 @@ def test_scores_of_any_dtype_are_printed(
 
 
 @pytest.mark.parametrize("flags", FLAGS)
-def test_every_line_is_fairseq_generates(capfd: pytest.CaptureFixture, data: CommandData, flags: str) -> None:
+def test_every_line_is_fairseq_generates(capfd, data, flags):
     lines = check_pipeline(capfd, [*data.generation, *flags.split()], r"^Generate \w+ with beam=")
     assert lines.count("\n") == 1 if "--quiet" in flags else lines.count("\n") > 60
 
 
-def test_flags_of_fastseq_are_taken_and_those_without_effect_say_so(
-    capfd: pytest.CaptureFixture, data: CommandData
-) -> None:
+def test_flags_of_fastseq_without_effect_are_notes(capfd, data):
     args = ["--num-workers", "0", *data.generation, "--batch-size", "16", "--beam", "2", "--remove-bpe"]
     expected = written(capfd, *args)
     for flags in ("--decode-hypothesis --use-el-attn --post-process-workers 2", "--decode_hypothesis --use_el_attn"):
@@ -155,7 +140,7 @@ SENTENCEPIECE = {
 
 
 @pytest.mark.parametrize("flags", SENTENCEPIECE)
-def test_lines_of_sentencepiece(capfd: pytest.CaptureFixture, sentencepiece: CommandData, flags: str) -> None:
+def test_lines_of_sentencepiece_are_decoded(capfd, sentencepiece, flags):
     text = r"^D-\d+\t\S+\t[^▁]*ö[^▁]*$"
     check_pipeline(capfd, [*sentencepiece.generation, *flags.split()], SENTENCEPIECE[flags], text)
 
@@ -170,7 +155,7 @@ GPT2 = {
 
 
 @pytest.mark.parametrize("flags", GPT2)
-def test_lines_of_gpt2_bpe(capfd: pytest.CaptureFixture, gpt2: CommandData, flags: str) -> None:
+def test_lines_of_gpt2_bpe_are_decoded(capfd, gpt2, flags):
     check_pipeline(capfd, [*gpt2.generation, *flags.split()], GPT2[flags], r"^D-\d+\t\S+\t.*ö")
 
 
@@ -183,14 +168,8 @@ def test_lines_of_gpt2_bpe(capfd: pytest.CaptureFixture, gpt2: CommandData, flag
         ("--sacrebleu --remove-bpe sentencepiece", ""),
     ],
 )
-def test_sacrebleu_silences_a_warning_and_leaves_the_score(
-    capfd: pytest.CaptureFixture,
-    caplog: pytest.LogCaptureFixture,
-    sentencepiece: CommandData,
-    flags: str,
-    warning: str,
-) -> None:
-    """That is all that fairseq-generate does with --sacrebleu; `--scoring sacrebleu` chooses the score."""
+def test_sacrebleu_silences_a_warning_and_leaves_the_score(capfd, caplog, sentencepiece, flags, warning):
+    """fairseq-generate does nothing else with --sacrebleu; `--scoring sacrebleu` chooses the score."""
     args = [*sentencepiece.generation, "--batch-size", "16", *flags.split()]
     logged = []
     for more in (["--no-fastgen"], []):
@@ -201,31 +180,29 @@ def test_sacrebleu_silences_a_warning_and_leaves_the_score(
     assert len(logged[0]) == bool(warning) and all(warning in message for message in logged[0])
 
 
-def test_the_faster_model_changes_no_word(capfd: pytest.CaptureFixture, data: CommandData) -> None:
+def test_the_faster_model_changes_no_word(capfd, data):
     args = [*data.generation, *"--batch-size 16 --beam 3 --nbest 2 --remove-bpe --tokenizer moses".split()]
-    expected, found = (written(capfd, *args, *more).split() for more in (["--no-fastgen"], []))
-    assert len(found) == len(expected) > 1000
-    for word, other in zip(found, expected):
+    expected, output = (written(capfd, *args, *more).split() for more in (["--no-fastgen"], []))
+    assert len(output) == len(expected) > 1000
+    for word, other in zip(output, expected):
         assert word == other or math.isclose(float(word), float(other), rel_tol=1e-4, abs_tol=1.01e-4)
 
 
-def test_ensembles_are_scored_as_one(capfd: pytest.CaptureFixture, data: CommandData) -> None:
+def test_ensembles_are_scored_as_one(capfd, data):
     args = data.generation
     args[2] = f"{args[2]}:{data.folder / 'model' / 'checkpoint_best.pt'}"
     check_pipeline(capfd, [*args, "--batch-size", "16", "--remove-bpe"], r"^H-0\t")
 
 
-def test_without_targets_there_is_no_score(capfd: pytest.CaptureFixture, data: CommandData, tmp_path: Path) -> None:
+def test_without_targets_there_is_no_score(capfd, data, tmp_path):
     shutil.copytree(data.folder / "bin", tmp_path / "bin", ignore=shutil.ignore_patterns("test.de-en.en.*"))
     args = [str(tmp_path / "bin"), *data.generation[1:], *"--batch-size 16 --beam 2 --remove-bpe".split()]
     lines = check_pipeline(capfd, args, r"^S-0\t", r"^H-0\t")
     assert not re.search(r"^T-|^Generate ", lines, re.MULTILINE)
 
 
-def test_wer_adds_up(
-    capfd: pytest.CaptureFixture, data: CommandData, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """fairseq's WER needs a package with one function, which any distance stands in for."""
+def test_wer_is_summed_over_sentences(capfd, data, monkeypatch, tmp_path):
+    """fairseq's WER needs a package with one function, replaced here by any distance."""
     (tmp_path / "editdistance.py").write_text("def eval(a, b):\n    return len(set(a) ^ set(b)) + len(a)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     args = [*data.generation, *"--batch-size 16 --remove-bpe --scoring wer".split()]
@@ -233,9 +210,7 @@ def test_wer_adds_up(
     sys.modules.pop("editdistance")
 
 
-def test_raw_text_is_printed_where_unknown_words_are_replaced(
-    capfd: pytest.CaptureFixture, data: CommandData, tmp_path: Path
-) -> None:
+def test_raw_text_is_printed_if_unknown_words_are_replaced(capfd, data, tmp_path):
     prefixes = [f"--{split}pref={data.folder / split}" for split in ("train", "valid", "test")]
     dictionary = ["--srcdict", str(data.folder / "bin" / "dict.de.txt"), "--joined-dictionary"]
     raw = ["--dataset-impl", "raw", "--destdir", str(tmp_path)]
@@ -247,9 +222,7 @@ def test_raw_text_is_printed_where_unknown_words_are_replaced(
     check_pipeline(capfd, args, r"^T-0\t.*@@")
 
 
-def test_refinement_steps_and_histories_are_printed(
-    capfd: pytest.CaptureFixture, data: CommandData, tmp_path: Path
-) -> None:
+def test_refinement_steps_and_histories_are_printed(capfd, data, tmp_path):
     model = "--task translation_lev --arch levenshtein_transformer --criterion nat_loss --noise random_delete "
     model += "--share-all-embeddings --encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 16 "
     model += "--decoder-embed-dim 16 --encoder-attention-heads 2 --decoder-attention-heads 2 --max-update 2"
@@ -260,8 +233,8 @@ def test_refinement_steps_and_histories_are_printed(
     check_pipeline(capfd, [*args, "--beam", "1", "--batch-size", "16"], r"^I-0\t", r"^E-\d+_1\t")
 
 
-def test_logs_keep_their_place_between_the_lines(capfd: pytest.CaptureFixture, data: CommandData) -> None:
-    """With logs on the standard output, between the lines that were ready at that time."""
+def test_logs_on_standard_output_keep_their_place(capfd, data):
+    """They stand between the lines that were ready at that time."""
     args = [*data.generation, *"--batch-size 4 --beam 2 --remove-bpe --tokenizer moses --log-interval 2".split()]
     root, handler = logging.getLogger(), logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(name)s | %(message)s"))
@@ -284,9 +257,7 @@ def without_speeds(text: str) -> str:
     return re.sub(r"in [\d.]+s \(.*\)", "in SECONDS", text)
 
 
-def test_results_path_holds_the_lines_and_standard_output_none(
-    capfd: pytest.CaptureFixture, data: CommandData, tmp_path: Path
-) -> None:
+def test_results_path_holds_all_lines(capfd, data, tmp_path):
     args = [*data.generation, "--batch-size", "16", "--remove-bpe", "--results-path"]
     assert written(capfd, *args, str(tmp_path / "stock"), "--no-fastgen") == ""
     with fastgen.disabled(), allowed():
@@ -297,7 +268,7 @@ def test_results_path_holds_the_lines_and_standard_output_none(
 
 
 class Words:
-    """A scorer whose numbers have a meaning beyond a sentence."""
+    """A scorer that compares token numbers of several sentences."""
 
     def __init__(self, cfg: object) -> None:
         self.numbers: set[int] = set()
@@ -309,9 +280,7 @@ class Words:
         return f"{len(self.numbers)} words"
 
 
-def test_a_scorer_of_token_numbers_gets_those_of_one_dictionary(
-    capfd: pytest.CaptureFixture, data: CommandData, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scorer_gets_token_numbers_of_one_dictionary(capfd, data, monkeypatch):
     from fairseq.scoring import SCORER_REGISTRY
 
     monkeypatch.setitem(SCORER_REGISTRY, "chrf", Words)
@@ -325,15 +294,13 @@ def test_a_scorer_of_token_numbers_gets_those_of_one_dictionary(
     assert "without --postprocess-workers: --scoring chrf compares token numbers (supported: " in captured.err
 
 
-def test_the_outputs_of_all_shards_together_are_those_of_one_run(
-    data: CommandData, capfd: pytest.CaptureFixture
-) -> None:
+def test_all_shards_together_write_the_lines_of_one_run(data, capfd):
     args = [*data.generation, *"--batch-size 7 --beam 3 --remove-bpe".split()]
 
     def lines(*flags: str) -> list[str]:
         with fastgen.disabled(), allowed():  # the pipeline alone, whose scores have the same digits in every run
-            found = written(capfd, *args, *flags).splitlines()
-        return [line for line in found if re.match(r"[STHDP]-\d+\t", line)]
+            output = written(capfd, *args, *flags).splitlines()
+        return [line for line in output if re.match(r"[STHDP]-\d+\t", line)]
 
     whole = lines()
     parts = [lines("--num-shards", "3", "--shard-id", str(shard)) for shard in range(3)]

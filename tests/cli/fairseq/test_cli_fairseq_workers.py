@@ -1,4 +1,4 @@
-"""Workers hand lines on in the order of the batches, are bounded, and leave out nothing but after an error."""
+"""Workers write lines in the order of the batches, are bounded, and leave out lines only after an error."""
 
 import multiprocessing
 import threading
@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fairseq")
-
 from fastgen.cli.fairseq.pipeline import UNFINISHED_BATCHES_PER_WORKER, Workers
 
 pytestmark = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="workers are forked")
 
 
 class Doubling:
-    """Stands in for a Printer: a batch is a number and the seconds that it takes, or the file that it waits for."""
+    """A stand-in for Printer: a batch is a number and the seconds that it takes, or the file that it waits for."""
 
     def lines(self, batch: tuple[int, Any]) -> int:
         number, wait_for = batch
@@ -29,7 +27,7 @@ class Doubling:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_lines_come_in_the_order_of_the_batches(count: int) -> None:
+def test_lines_come_in_the_order_of_the_batches(count):
     written: list[int] = []
     with Workers(Doubling(), written.append, count) as workers:
         for number in range(20):
@@ -40,7 +38,7 @@ def test_lines_come_in_the_order_of_the_batches(count: int) -> None:
     assert written[-1] == 40
 
 
-def test_submit_waits_while_too_much_is_unfinished(tmp_path: Path) -> None:
+def test_submit_waits_for_unfinished_batches(tmp_path):
     file, limit = tmp_path / "all of it", 2 * UNFINISHED_BATCHES_PER_WORKER
     written: list[int] = []
     submitted: list[int] = []
@@ -62,7 +60,7 @@ def test_submit_waits_while_too_much_is_unfinished(tmp_path: Path) -> None:
     assert written == [2 * number for number in range(limit + 5)]
 
 
-def test_nothing_is_written_after_what_could_not_be() -> None:
+def test_nothing_is_written_after_a_failed_batch():
     written = []
 
     def write(result: int) -> None:
@@ -76,7 +74,7 @@ def test_nothing_is_written_after_what_could_not_be() -> None:
     assert written == [0, 2, 4]
 
 
-def test_batches_before_an_error_of_the_caller_are_written() -> None:
+def test_batches_before_an_error_of_user_code_are_written():
     written: list[int] = []
     with pytest.raises(KeyError), Workers(Doubling(), written.append, 2) as workers:
         for number in range(5):
@@ -85,7 +83,7 @@ def test_batches_before_an_error_of_the_caller_are_written() -> None:
     assert written == [0, 2, 4, 6, 8]
 
 
-def test_an_interruption_writes_nothing_more(tmp_path: Path) -> None:
+def test_nothing_is_written_after_an_interruption(tmp_path):
     written: list[int] = []
     with pytest.raises(KeyboardInterrupt), Workers(Doubling(), written.append, 1) as workers:
         for number in range(3):

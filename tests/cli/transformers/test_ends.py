@@ -1,4 +1,4 @@
-"""Whatever ends a run of fastgen-generate-for-transformers, nothing is lost: whole lines, no orphans, and --resume."""
+"""However a run of fastgen-generate-for-transformers ends, nothing is lost: whole lines, no orphans, and --resume."""
 
 import json
 import os
@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 from cli_loop import command, write_lines
-from cli_models import save_bart, sentences
+from cli_models import sentences
 
 from fastgen.batch.errors import Stop
 from fastgen.cli.transformers import command as module
 from fastgen.cli.transformers.args import PROG
 
 LINES = sentences(120)
-# Scores in full precision: a batch has to give the same bits whether others were generated before it or not.
+# Scores in full precision: a batch must have the same bits with and without earlier batches.
 FLAGS = "--bs 4 --window 16 --beam 2 --output_format jsonl --min_new_tokens 30 --max_new_tokens 30".split()
 COMMAND = [sys.executable, "-m", "fastgen.cli.transformers.command"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
-# Every batch says that it has begun and waits until it may go on, so that a run is ended in the middle of one.
+# Every batch says that it has begun and waits until it is released, so that a run ends in the middle of one.
 HELD = """
 import os, sys
 from fastgen.cli.transformers.command import main
@@ -40,20 +40,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def bart(tmp_path_factory):
-    return save_bart(tmp_path_factory.mktemp("bart"))
-
-
-@pytest.fixture(scope="module")
 def expected(bart, tmp_path_factory):
-    """What a run that nothing ends writes."""
+    """The output of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("expected")
     assert command(bart, write_lines(folder / "in", LINES), folder / "out", *FLAGS) == 0
     return (folder / "out").read_bytes()
 
 
 def written(part: Path) -> dict[int, str]:
-    """The records of the batches that are complete in a journal, by their lines."""
+    """Returns the records of complete batches in a journal, by their lines."""
     lines = part.read_bytes().split(b"\n")[1:-1] if part.exists() else []
     records: dict[int, str] = {}
     batch: dict[int, str] = {}
@@ -68,7 +63,7 @@ def written(part: Path) -> dict[int, str]:
 
 
 class Run:
-    """The command in a process of its own, with INPUT and OUTPUT in `folder`; after so many batches it is held."""
+    """The command in its own process, with INPUT and OUTPUT in `folder`; it is held after some batches."""
 
     def __init__(self, bart: Path, folder: Path, batches: int = 8, **options: object) -> None:
         self.bart, self.source, self.output = bart, write_lines(folder / "in", LINES), folder / "out"
@@ -83,7 +78,7 @@ class Run:
         os.close(go_on)
 
     def wait_until_held(self, records: int = 20) -> None:
-        """Until a batch has begun that may not go on, and so many records of those before it are written."""
+        """Waits until a batch is held, and so many records of earlier ones are written."""
         for _ in range(self.batches + 1):
             assert os.read(self._begun, 1), self.process.communicate()
         while len(written(self.part)) < records:
@@ -97,13 +92,13 @@ class Run:
             self.stderr += block
 
     def release(self) -> None:
-        """Lets all batches go on."""
+        """Releases all batches."""
         if self._go_on is not None:
             os.close(self._go_on)
             self._go_on = None
 
     def end(self) -> tuple[int, str]:
-        """Status and stderr."""
+        """Returns status and stderr."""
         self.stderr += self.process.communicate()[1]
         return self.process.returncode, self.stderr.decode()
 
@@ -114,7 +109,7 @@ class Run:
         os.close(self._begun)
 
     def check_resumes(self, expected: bytes) -> None:
-        """The journal holds records of what OUTPUT will be, and --resume completes it."""
+        """Asserts that the journal holds records of OUTPUT, and that --resume completes it."""
         lines, records = expected.decode().split("\n"), written(self.part)
         assert 20 <= len(records) < len(LINES) and not self.output.exists()
         assert records == {number: lines[number - 1] for number in records}
@@ -146,7 +141,7 @@ def test_kill_9_of_the_command(start, expected):
 
 @pytest.mark.parametrize(("number", "ends_with"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_finishes_the_batch_in_flight(start, expected, number, ends_with):
-    """Sent to all processes, as a terminal and a scheduler do."""
+    """It is sent to all processes, as a terminal and a scheduler do."""
     run = start(start_new_session=True)
     run.wait_until_held()
     os.killpg(run.process.pid, number)
@@ -160,7 +155,7 @@ def test_a_signal_finishes_the_batch_in_flight(start, expected, number, ends_wit
 
 
 def test_ctrl_c_that_is_ignored_stays_so(start, expected):
-    """As in jobs that a script puts into the background."""
+    """Background jobs of scripts ignore it."""
     run = start(preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
     run.wait_until_held()
     run.process.send_signal(signal.SIGINT)
@@ -170,13 +165,13 @@ def test_ctrl_c_that_is_ignored_stays_so(start, expected):
 
 
 @pytest.mark.parametrize(("number", "ends_with"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_second_ctrl_c_stops_at_once(start, number, ends_with):
+def test_a_second_ctrl_c_stops_immediately(start, number, ends_with):
     run = start(batches=0)
     run.wait_until_held(records=0)
     run.process.send_signal(number)
     run.wait_for_message(b"a second Ctrl-C or SIGTERM stops immediately")
     run.process.send_signal(number)
-    status, stderr = run.end()  # of a run whose batch in flight never ends
+    status, stderr = run.end()  # the batch in flight never ends
     assert status == ends_with and "Traceback" not in stderr
     assert not run.output.exists()
 
@@ -193,12 +188,12 @@ def test_a_reader_that_leaves_ends_the_run(bart, tmp_path):
 
 
 def test_ctrl_c_leaves_the_records_of_a_stream_in_a_file(bart, tmp_path, expected):
-    """It cannot be resumed, and nothing promises that."""
+    """It cannot be resumed, and no message promises that."""
     call = [*COMMAND, bart, "-", tmp_path / "out", *FLAGS]
     with subprocess.Popen(call, env=ENVIRONMENT, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdin.write("".join(f"{line}\n" for line in LINES[:40]).encode())
         process.stdin.flush()
-        while len(written(tmp_path / "out.part")) < 32:  # two windows; and there may be more lines to come
+        while len(written(tmp_path / "out.part")) < 32:  # two windows; more lines may follow
             assert process.poll() is None, process.stderr.read()
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)

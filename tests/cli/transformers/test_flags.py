@@ -1,4 +1,4 @@
-"""Flags and what they set; wrong ones are one line and status 2, before any file or model is looked for."""
+"""Flags and their settings; wrong ones are one line and status 2, before any file or model is opened."""
 
 import pytest
 import transformers
@@ -13,7 +13,7 @@ def parse(*flags: object, source: str = "input", output: str = "output") -> Batc
     return parse_arguments(["model", source, output, *map(str, flags)])
 
 
-def test_defaults():
+def test_defaults_are_those_of_the_library():
     args = parse()
     assert (args.input_format, args.output_format, args.text_field, args.id_field) == ("text", "text", "text", None)
     assert (args.preprocess_workers, args.postprocess_workers, args.window, args.batch_tokens) == (1, 1, None, None)
@@ -33,7 +33,7 @@ def test_defaults():
         ("a", "b", ("--output-format", "jsonl"), ("text", "jsonl")),
     ],
 )
-def test_formats_follow_file_names_unless_they_are_given(capsys, source, output, flags, formats):
+def test_formats_follow_file_names_unless_a_flag_names_them(capsys, source, output, flags, formats):
     args = parse(*flags, source=source, output=output)
     assert (args.input_format, args.output_format) == formats
     said = f"note: INPUT {source} is read as JSON records (--input_format text reads it as text)\n"
@@ -77,8 +77,8 @@ def test_fields_of_generation_config_and_its_names_are_flags():
         ("use_cache", False),
     ]
     unsettable = ("constraints", "transformers_version")
-    known = {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")} - set(unsettable)
-    assert known <= set(generation_fields()), known - set(generation_fields())
+    fields = {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")} - set(unsettable)
+    assert fields <= set(generation_fields()), fields - set(generation_fields())
 
 
 def test_help_is_a_screen_and_help_all_two():
@@ -101,33 +101,29 @@ def test_help_and_version_end_with_0(capsys):
         assert ended.value.code == 0 and shown in capsys.readouterr().out
 
 
+ABOVE_0 = "bs beam n_obs max_new_tokens max_tokenizer_length repetition_penalty num_return_sequences".split()
+ABOVE_0 += ["batch_tokens", "preprocess_workers", "postprocess_workers"]
+SAMPLING = {"temperature": ("0", "nan"), "top_p": ("1.2", "0"), "top_k": ("-1",)}
+OF_DECODERS = ("--decoder_start_token_id 1", "--tgt_lang de", "--forced_bos_token x")
+OF_TEXT = ("--causal_lm", "--prefix x", "--max_tokenizer_length 9")
 BAD_FLAGS = [
-    ("--bs 0", "--bs: 0"),
-    ("--bs many", "--bs: 'many'"),
-    ("--bs 1000000000000000000000000000000", "--bs: 1000"),
-    ("--beam -2", "--beam: -2"),
-    ("--n_obs 0", "--n_obs: 0"),
-    ("--n-obs -2", "--n_obs: -2"),
-    ("--max_new_tokens 0", "--max_new_tokens: 0"),
-    ("--max-gen-length 1.5", "--max_gen_length: 1.5 is no number"),
-    ("--min_gen_length -3", "--min_gen_length: -3"),
-    ("--max_tokenizer_length 0", "--max_tokenizer_length: 0"),
-    ("--do_sample --temperature 0", "--temperature: 0"),
-    ("--do_sample --temperature nan", "--temperature: nan"),
-    ("--do_sample --temperature hot", "--temperature: 'hot'"),
-    ("--do_sample --top_p 1.2", "--top_p: 1.2"),
-    ("--do_sample --top_k -1", "--top_k: -1"),
-    ("--repetition_penalty 0", "--repetition_penalty: 0"),
+    *((f"--{name} 0", f"--{name}: 0") for name in ABOVE_0),
+    *((f"--{name} -3", f"--{name}: -3") for name in (*ABOVE_0, "min_gen_length", "seed", "window")),
+    *((f"--do_sample --{name} {value}", f"--{name}: {value}") for name, values in SAMPLING.items() for value in values),
+    *((f"--{name} 0.5", f"--{name} 0.5", "--do_sample") for name in ("temperature", "top_p")),
+    ("--top_k 5", "--top_k 5", "--do_sample"),
+    *((f"--causal_lm {flag}", flag, "--causal_lm") for flag in OF_DECODERS),
+    *((f"--task automatic-speech-recognition {flag}", flag, "audio") for flag in OF_TEXT),
     ("--length_penalty inf", "--length_penalty: inf"),
+    ("--bs 1000000000000000000000000000000", "--bs: 1000"),
+    ("--bs many", "--bs: 'many'"),
+    ("--n-obs -2", "--n_obs: -2"),
+    ("--max-gen-length 1.5", "--max_gen_length: 1.5 is no number"),
+    ("--do_sample --temperature hot", "--temperature: 'hot'"),
     ("--early_stopping perhaps", "--early_stopping: 'perhaps'"),
-    ("--num_return_sequences 0", "--num_return_sequences: 0"),
-    ("--seed -1", "--seed: -1"),
     ("--padding_side top", "--padding_side"),
     ("--bs", "--bs"),
     ("--no_such_flag", "--no_such_flag"),
-    ("--temperature 0.5", "--temperature 0.5", "--do_sample"),
-    ("--top_k 5", "--top_k 5", "--do_sample"),
-    ("--top_p 0.5", "--top_p 0.5", "--do_sample"),
     ("--max_gen_length 9 --max_new_tokens 8", "--max_gen_length 9", "--max_new_tokens 8"),
     ("--min_gen_length 9 --max_gen_length 8", "--min_gen_length 9", "--max_gen_length 8"),
     ("--min_gen_length 9 --max_new_tokens 8", "--min_gen_length 9", "--max_new_tokens 8"),
@@ -146,13 +142,6 @@ BAD_FLAGS = [
     ("--num_beams 2 --gen num_beams=3", "--beam 2", "--beam 3"),
     ("--output_format openai", "--output_format openai", "--input_format jsonl"),
     ("--num_beam 0", "--num_beam is not known", "--num_beams"),
-    ("--causal_lm --decoder_start_token_id 1", "--decoder_start_token_id 1", "--causal_lm"),
-    ("--causal_lm --tgt_lang de", "--tgt_lang de", "--causal_lm"),
-    ("--causal_lm --forced_bos_token x", "--forced_bos_token x", "--causal_lm"),
-    ("--batch_tokens 0", "--batch_tokens: 0"),
-    ("--window -1", "--window: -1"),
-    ("--preprocess_workers 0", "--preprocess_workers: 0"),
-    ("--postprocess_workers 0", "--postprocess_workers: 0"),
     ("--workers 0", "--workers: 0", "1 to", "or auto"),
     ("--num_shards two", "--num_shards: 'two'", "or auto"),
     ("--shard_id -1", "--shard_id: -1", "0 to", "or auto"),
@@ -182,9 +171,6 @@ BAD_FLAGS = [
     ("--gen return_dict_in_generate=true", "--return_dict_in_generate True cannot be set"),
     ("--gen output_attentions=true", "--output_attentions True cannot be set", "--output_format jsonl"),
     ("--gen streamer=x", "--gen streamer=x cannot be set"),
-    ("--task automatic-speech-recognition --causal_lm", "--causal_lm", "audio"),
-    ("--task automatic-speech-recognition --prefix x", "--prefix x", "audio"),
-    ("--task automatic-speech-recognition --max_tokenizer_length 9", "--max_tokenizer_length 9", "audio"),
 ]
 
 BAD_STREAMS = [
@@ -203,7 +189,7 @@ def test_bad_flags_are_refused(capsys, tmp_path, flags, named):
 
 
 @pytest.mark.parametrize(("source", "output", "flags", "named"), [(a, b, c, named) for a, b, c, *named in BAD_STREAMS])
-def test_what_needs_a_file_is_refused_for_a_stream(capsys, source, output, flags, named):
+def test_flags_that_need_a_file_are_refused_for_a_stream(capsys, source, output, flags, named):
     check_refused(capsys, ["/no/such/model", source, output, *flags.split()], named)
 
 

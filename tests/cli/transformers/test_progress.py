@@ -1,4 +1,4 @@
-"""Progress goes to stderr: a bar on a terminal, a line now and then elsewhere, failures always."""
+"""Progress goes to stderr: a bar on a terminal, otherwise a line now and then, failures always."""
 
 import fcntl
 import os
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 from cli_loop import command, interrupted_after, write_lines
-from cli_models import save_bart, sentences
+from cli_models import sentences
 
 from fastgen.cli.transformers import progress
 from fastgen.cli.transformers.progress import Progress
@@ -28,7 +28,7 @@ def start(total: int | None, done: int = 0, quiet: bool = False) -> Progress:
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Makes stderr a terminal of so many columns; what that returns gives what is written there."""
+    """Returns a function that makes stderr a terminal of some columns; its result returns the text written there."""
     opened = []
 
     def make(columns: int) -> Callable[[], str]:
@@ -56,7 +56,7 @@ def terminal(monkeypatch):
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_a_terminal_gets_a_bar_of_its_width(terminal, columns):
-    """For a stream, whose end nobody knows, it cannot be filled."""
+    """For a stream of unknown length it cannot be filled."""
     written = terminal(columns)
     for total, done in ((None, 0), (10, 4)):
         shown = start(total, done)
@@ -73,7 +73,7 @@ def test_a_terminal_gets_a_bar_of_its_width(terminal, columns):
 
 
 @pytest.mark.parametrize(("total", "expected"), [(10, "6 of 10 inputs"), (None, "6 inputs")])
-def test_elsewhere_there_are_lines(capsys, monkeypatch, total, expected):
+def test_without_a_terminal_progress_is_printed_in_lines(capsys, monkeypatch, total, expected):
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     start(total, done=4).finished(*BATCH)
     failure, line = capsys.readouterr().err.splitlines()
@@ -91,7 +91,7 @@ def test_quiet_names_failures_only(capsys, monkeypatch):
     assert (quiet.inputs, quiet.amount, capsys.readouterr().err) == (2, 7, "")
 
 
-def test_the_time_left_is_that_of_the_speed_so_far(capsys, monkeypatch):
+def test_the_time_left_follows_the_speed_so_far(capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
@@ -103,13 +103,8 @@ def test_the_time_left_is_that_of_the_speed_so_far(capsys, monkeypatch):
     shown.finished(0, 0, [])
 
 
-@pytest.fixture(scope="module")
-def bart(tmp_path_factory):
-    return save_bart(tmp_path_factory.mktemp("bart"))
-
-
 @pytest.mark.usefixtures("one_thread")
-def test_a_run_says_what_it_loads_and_where_it_resumes(bart, tmp_path, capsys):
+def test_a_run_names_its_model_and_where_it_resumes(bart, tmp_path, capsys):
     source, output = write_lines(tmp_path / "in", LINES), tmp_path / "out"
     arguments = (bart, source, output, "--bs", 2, "--window", 0)
     with interrupted_after(2):

@@ -1,4 +1,4 @@
-"""OUTPUT - and devices take records as soon as their turn has come, and nothing else."""
+"""OUTPUT - and devices get records as soon as it is their turn, and nothing else."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ import time
 
 import pytest
 from cli_loop import command, plain_loop, write_lines
-from cli_models import save_bart, sentences
+from cli_models import sentences
 from python_process import REPOSITORY
 
 from fastgen.batch.journal import Entry, StreamOutput
@@ -38,12 +38,7 @@ for number in range(1, 201):
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def bart(tmp_path_factory):
-    return save_bart(tmp_path_factory.mktemp("bart"))
-
-
-def test_records_are_written_as_soon_as_their_turn_has_come(tmp_path):
+def test_records_are_written_as_soon_as_it_is_their_turn(tmp_path):
     path = tmp_path / "pipe"
     path.write_bytes(b"")
     output = StreamOutput(str(path))
@@ -54,8 +49,8 @@ def test_records_are_written_as_soon_as_their_turn_has_come(tmp_path):
     assert (output.records, output.failures, output.generated) == (6, 1, 5)
 
 
-def test_a_pipeline_of_programs_sees_records_only(bart):
-    """What Python prints meanwhile goes to standard error; fastgen is there whatever FASTGEN_AUTO says."""
+def test_a_shell_pipeline_sees_records_only(bart):
+    """Python's own output goes to standard error; fastgen is on with any FASTGEN_AUTO."""
     environment = os.environ | {"FASTGEN_AUTO": "0", "FASTGEN_LOG": "debug", "PYTHONPATH": str(REPOSITORY)}
     call, pipes = [sys.executable, "-c", NOISY, bart, "-", "-"], {"capture_output": True, "text": True}
     done = subprocess.run(call, input="\n".join(LINES), env=environment, **pipes)

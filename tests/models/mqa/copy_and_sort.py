@@ -1,9 +1,7 @@
-"""A task that a tiny multi-query Transformer learns in minutes: copy a sequence of symbols, or sort it.
+"""A task that tiny multi-query Transformers learn in minutes: copy a sequence of symbols, or sort it.
 
 python tests/models/mqa/copy_and_sort.py     trains multi-head, grouped, multi-query and local models
 """
-
-from __future__ import annotations
 
 import time
 
@@ -23,7 +21,7 @@ VARIANTS = {
 
 
 def examples(rows: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
-    """Sources (what to do, then symbols) and targets (the symbols and the end), 3 to 8 symbols each, padded."""
+    """Returns sources (the task, then symbols) and targets (symbols and the end), 3 to 8 symbols each, padded."""
     symbols = torch.randint(FIRST, FIRST + SYMBOLS, (rows, LONGEST), generator=generator)
     lengths = torch.randint(3, LONGEST + 1, (rows, 1), generator=generator)
     tasks = torch.randint(COPY, SORT + 1, (rows, 1), generator=generator)
@@ -36,7 +34,7 @@ def examples(rows: int, generator: torch.Generator) -> tuple[dict[str, Tensor], 
 
 
 def trained(steps: int, seed: int = 0, **variant: int) -> MQATransformerForConditionalGeneration:
-    """A model after so many steps of 64 examples."""
+    """Trains a model for so many steps of 64 examples."""
     torch.manual_seed(seed)
     config = MQATransformerConfig(
         vocab_size=FIRST + SYMBOLS, d_model=64, d_ff=128, encoder_layers=2, decoder_layers=2, num_attention_heads=4,
@@ -58,7 +56,7 @@ def trained(steps: int, seed: int = 0, **variant: int) -> MQATransformerForCondi
 
 
 def exact_match(model: MQATransformerForConditionalGeneration, rows: int = 500, **arguments: int) -> float:
-    """The share of new examples whose whole output is right, up to its end."""
+    """Returns the share of new examples whose whole output is right, up to its end."""
     inputs, targets = examples(rows, torch.Generator().manual_seed(12345))
     outputs = model.generate(**inputs, max_new_tokens=LONGEST + 1, **arguments)[:, 1:]
     padded = torch.nn.functional.pad(outputs, (0, targets.shape[1] - outputs.shape[1]), value=PAD)

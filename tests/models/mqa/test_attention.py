@@ -1,6 +1,4 @@
-"""The attention is the paper's, in float64, with any number of key heads."""
-
-from __future__ import annotations
+"""The attention is that of the paper, in float64, with any number of key heads."""
 
 import pytest
 import torch
@@ -96,6 +94,6 @@ def test_keys_are_never_expanded(masked, monkeypatch):
         ({"local_window": 0}, "local_window=0"),
     ),
 )
-def test_sizes_that_do_not_fit(sizes, message):
+def test_sizes_of_multi_query_models_must_fit(sizes, message):
     with pytest.raises(ValueError, match=message):
         MQATransformerConfig(**sizes)

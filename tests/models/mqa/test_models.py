@@ -1,31 +1,14 @@
-"""Multi-query Transformers generate, train, are saved and are found as transformers' own models are."""
-
-from __future__ import annotations
+"""Multi-query Transformers generate, train and are saved like transformers' own models."""
 
 import pytest
 import torch
-from parity import (
-    CROSS,
-    PREFILL,
-    PROMPT,
-    assert_same,
-    capturing,
-    compared,
-    is_shared,
-    lively,
-    padded,
-    replays,
-    run_both,
-    token_ids,
-)
+from parity import assert_same, compared, run_both
+from reports import CROSS, PREFILL, PROMPT, capturing, is_shared, replays
+from tiny_models import lively, padded, token_ids
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from fastgen.models.mqa import (
-    MQATransformerConfig,
-    MQATransformerForCausalLM,
-    MQATransformerForConditionalGeneration,
-)
+from fastgen.models.mqa import MQATransformerConfig, MQATransformerForCausalLM, MQATransformerForConditionalGeneration
 from fastgen.models.mqa.stack import NEEDS_CACHE_POSITION
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
 
@@ -40,15 +23,11 @@ MODES = {
 }
 
 
-def tiny_config(key_value_heads: int = 1, window: int | None = None, **sizes: object) -> MQATransformerConfig:
-    few = {"vocab_size": 99, "d_model": 32, "d_ff": 48, "encoder_layers": 2, "decoder_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": key_value_heads, "local_window": window}
-    return MQATransformerConfig(**(few | heads | {"max_position_embeddings": 64} | sizes))
-
-
 def tiny_model(kind: type, key_value_heads: int = 1, window: int | None = None, **sizes: object) -> nn.Module:
     torch.manual_seed(0)
-    return lively(kind(tiny_config(key_value_heads, window, **sizes))).eval()
+    few = {"vocab_size": 99, "d_model": 32, "d_ff": 48, "encoder_layers": 2, "decoder_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": key_value_heads, "local_window": window}
+    return lively(kind(MQATransformerConfig(**few | heads | {"max_position_embeddings": 64} | sizes))).eval()
 
 
 def inputs_for(kind: type) -> dict[str, torch.Tensor]:
@@ -73,7 +52,7 @@ def test_generate_is_the_librarys_with_and_without_a_cache(kind, key_value_heads
 
 @KINDS
 @pytest.mark.skipif(not LAYERS_ARE_KNOWN, reason="nothing is captured with this version of transformers")
-def test_steps_are_captured(kind):
+def test_steps_of_multi_query_models_are_captured(kind):
     model = tiny_model(kind)
     with capturing():
         both = run_both(lambda: model.generate(**inputs_for(kind), num_beams=3, max_new_tokens=20, min_new_tokens=20))
@@ -82,18 +61,18 @@ def test_steps_are_captured(kind):
 
 
 @KINDS
-def test_local_layers_keep_their_window_only(kind):
+def test_local_layers_store_their_window_only(kind):
     model = tiny_model(kind, window=4)
     outputs = compared(model, inputs_for(kind), max_new_tokens=12, min_new_tokens=12).stock
     cache = outputs.past_key_values
     if model.config.is_encoder_decoder:
         assert all(layer.keys.shape[2] == 9 for layer in cache.cross_attention_cache.layers)
         cache = cache.self_attention_cache
-    assert [layer.keys.shape[2] for layer in cache.layers] == [3, 3]  # the current position comes to them
+    assert [layer.keys.shape[2] for layer in cache.layers] == [3, 3]  # besides the current position
 
 
 @KINDS
-def test_a_window_hides_what_is_before_it(kind):
+def test_a_window_hides_earlier_tokens(kind):
     """A token changes the outputs of the layers' windows after it, and no others."""
     model = tiny_model(kind, window=3)
     tokens = token_ids(1, 14)
@@ -102,13 +81,12 @@ def test_a_window_hides_what_is_before_it(kind):
     name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
     source = {"input_ids": token_ids(1, 5)} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
-        one, other = (model(**source, **{name: ids}).logits[0] for ids in (tokens, changed))
-    differs = (one != other).any(-1)
-    assert differs.nonzero().flatten().tolist() == [2, 3, 4, 5, 6]  # 2 layers, each 2 positions further
+        before, after = (model(**source, **{name: ids}).logits[0] for ids in (tokens, changed))
+    assert (before != after).any(-1).nonzero().flatten().tolist() == [2, 3, 4, 5, 6]  # 2 layers of 2 more
 
 
 @KINDS
-def test_multi_query_models_with_static_caches(kind):
+def test_multi_query_models_generate_with_static_caches(kind):
     model = tiny_model(kind, window=3)
     inputs = inputs_for(kind)
     if NEEDS_CACHE_POSITION and model.config.is_encoder_decoder:
@@ -122,7 +100,7 @@ def test_multi_query_models_with_static_caches(kind):
 
 @KINDS
 @VARIANTS
-def test_sdpa_and_eager_agree(kind, key_value_heads, window):
+def test_sdpa_and_eager_attention_agree(kind, key_value_heads, window):
     model, inputs = tiny_model(kind, key_value_heads, window), inputs_for(kind)
     if model.config.is_encoder_decoder:
         inputs |= {"decoder_input_ids": token_ids(3, 7)}
@@ -140,7 +118,7 @@ def test_sdpa_and_eager_agree(kind, key_value_heads, window):
 
 @KINDS
 @pytest.mark.parametrize("checkpointing", (False, True))
-def test_training_with_labels(kind, checkpointing):
+def test_the_loss_of_labels_is_the_cross_entropy(kind, checkpointing):
     model = tiny_model(kind, dropout=0.0).train()
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -155,12 +133,12 @@ def test_training_with_labels(kind, checkpointing):
         logits, targets = model(**inputs, decoder_input_ids=start).logits, labels
     else:
         logits, targets = model(**inputs).logits[:, :-1], labels[:, 1:]
-    kept = targets != -100
-    torch.testing.assert_close(output.loss, nn.functional.cross_entropy(logits[kept], targets[kept]))
+    counted = targets != -100
+    torch.testing.assert_close(output.loss, nn.functional.cross_entropy(logits[counted], targets[counted]))
 
 
 @KINDS
-def test_saved_and_loaded(kind, tmp_path):
+def test_a_saved_model_is_loaded_unchanged(kind, tmp_path):
     model = tiny_model(kind, key_value_heads=2, window=5)
     model.save_pretrained(tmp_path)
     auto = AutoModelForSeq2SeqLM if kind is MQATransformerForConditionalGeneration else AutoModelForCausalLM
@@ -187,7 +165,7 @@ def test_the_papers_models_have_as_many_parameters():
     assert all(abs(count / 211e6 - 1) < 0.02 for count in counts)
 
 
-def test_too_many_positions():
+def test_too_many_positions_are_refused():
     model = tiny_model(MQATransformerForCausalLM)
     with pytest.raises(ValueError, match=r"65 positions \(max_position_embeddings=64\)"):
         model(token_ids(1, 65), use_cache=False)

@@ -1,12 +1,10 @@
-"""Key heads are pooled by their means: multi-query Transformers, BART, T5, models like Llama; also in folders."""
-
-from __future__ import annotations
+"""Key heads are pooled by their means, in multi-query Transformers, BART, T5, Llama and folders."""
 
 import pytest
 import torch
 from models.mqa.test_models import tiny_model
-from parity import padded, tiny, token_ids
 from python_process import run_python
+from tiny_models import padded, tiny, token_ids
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5PreTrainedModel
 
@@ -41,12 +39,8 @@ def model_of(name: str) -> nn.Module:
     return tiny(name, num_key_value_heads=HEADS)
 
 
-def inputs_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return padded(9, 5, side="right" if model.config.is_encoder_decoder else "left")
-
-
 def logits_of(model: nn.Module) -> torch.Tensor:
-    inputs = inputs_of(model)
+    inputs = padded(9, 5, side="right" if model.config.is_encoder_decoder else "left")
     target = {"decoder_input_ids": token_ids(2, 4)} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
         return model(**inputs, **target).logits[:, -1]
@@ -58,7 +52,7 @@ def projections(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def with_equal_heads(model: nn.Module, distinct: int) -> nn.Module:
-    """The model, of whose key heads only `distinct` differ."""
+    """Makes key heads equal, so that only `distinct` of them differ."""
     with torch.no_grad():
         for weight in projections(model).values():
             heads = weight.view(distinct, HEADS // distinct, -1)
@@ -67,11 +61,11 @@ def with_equal_heads(model: nn.Module, distinct: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kept", (1, 2, 4))
-def test_equal_heads_pool_to_the_same_model(name, kept):
-    model = with_equal_heads(model_of(name), kept)
-    pooled = pool_kv_heads(model, kept)
-    assert pooled.config.num_key_value_heads == kept
+@pytest.mark.parametrize("heads", (1, 2, 4))
+def test_equal_heads_pool_to_the_same_model(name, heads):
+    model = with_equal_heads(model_of(name), heads)
+    pooled = pool_kv_heads(model, heads)
+    assert pooled.config.num_key_value_heads == heads
     torch.testing.assert_close(logits_of(pooled), logits_of(model), atol=1e-4, rtol=1e-4)
 
 
@@ -87,8 +81,8 @@ def test_pooled_heads_are_means(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ("mqa", "bart", T5))
-def test_a_folder(name, tmp_path):
-    """Pooled twice, the second time by a process that has not seen the class before."""
+def test_a_folder_is_pooled_by_a_command(name, tmp_path):
+    """It is pooled twice, the second time by a process that has not seen the class before."""
     model = model_of(name)
     model.save_pretrained(tmp_path / "4")
     (tmp_path / "4" / "vocabulary.txt").write_text("a\n")
@@ -103,7 +97,7 @@ def test_a_folder(name, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "4"]
 
 
-def test_folders_that_cannot_be_pooled(tmp_path, capsys):
+def test_folders_that_cannot_be_pooled_are_named(tmp_path, capsys):
     model_of("bart").save_pretrained(tmp_path / "in")
     (tmp_path / "out").mkdir()
     for out, heads, message in (
@@ -115,7 +109,7 @@ def test_folders_that_cannot_be_pooled(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
-def test_pooled_causal_models_are_saved_as_the_librarys(tmp_path):
+def test_pooled_causal_models_are_the_librarys(tmp_path):
     pooled = pool_kv_heads(model_of("llama"), 1)
     pooled.save_pretrained(tmp_path)
     torch.testing.assert_close(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path)), logits_of(pooled))
@@ -132,7 +126,7 @@ NOT_DIVIDED = "num_key_value_heads=3 does not divide"
         ("phi3", 1, "qkv_proj"),
     ],
 )
-def test_what_cannot_be_pooled_is_named(name, heads, message):
+def test_models_that_cannot_be_pooled_are_named(name, heads, message):
     model = tiny(name) if name == "gpt2" else model_of(name)
     with pytest.raises(ValueError, match=message):
         pool_kv_heads(model, heads)

@@ -1,7 +1,5 @@
 """A tiny multi-query Transformer learns to copy and to sort; `copy_and_sort.py` trains the other variants."""
 
-from __future__ import annotations
-
 import pytest
 from models.mqa.copy_and_sort import VARIANTS, exact_match, trained
 

@@ -1,8 +1,7 @@
-"""ProphetNet in fairseq: attention by definition, steps as the whole, the scores of transformers."""
-
-from __future__ import annotations
+"""ProphetNet in fairseq: attention by its definition, steps that agree with the whole, scores of transformers."""
 
 import math
+from itertools import chain
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ def logits_of(model, source: Tensor, target: Tensor) -> Tensor:
 
 
 def step_logits(model, source: Tensor, target: Tensor) -> Tensor:
-    """The same, one position after the other."""
+    """Returns the same logits, computed position by position."""
     with torch.no_grad():
         encoded, state = model.encoder(source, src_lengths=(source != 0).sum(1)), {}
         steps = range(1, target.shape[1] + 1)
@@ -45,7 +44,7 @@ def step_logits(model, source: Tensor, target: Tensor) -> Tensor:
 
 
 def definition(attention: NgramMultiheadAttention, x: Tensor, length: int, predict: int) -> Tensor:
-    """Query by query, with the keys that the paper lets it see; x `[L, B, C]`."""
+    """Returns the attention query by query, with the keys that the paper lets each see; x `[L, B, C]`."""
     heads, buckets = attention.num_heads, attention.num_buckets
     query, key, value = (
         project(x).unflatten(2, (heads, -1)) for project in (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -54,7 +53,7 @@ def definition(attention: NgramMultiheadAttention, x: Tensor, length: int, predi
     for row in range(len(x)):
         stream, position = divmod(row, length)
         seen = [(key_position, key_position - position) for key_position in range(position + 1)]
-        if stream:  # the stream n sees all but the last n - 1, and its own place
+        if stream:  # stream n sees all but the last n - 1, and its own place
             last = max(position - (stream - 1), 0)
             seen = [(place, place - position - 1) for place in range(last + 1)] + [(row, 0)]
         by_bucket = attention.relative_linear(x[row]).unflatten(1, (buckets, heads))
@@ -78,16 +77,16 @@ def test_each_stream_sees_what_the_paper_lets_it_see(predict):
 
 
 def test_buckets_are_exact_near_by_and_logarithmic_further():
-    found = bucket_of(-torch.arange(200), 32, 128)
-    assert found[:16].tolist() == list(range(16))
+    buckets = bucket_of(-torch.arange(200), 32, 128)
+    assert buckets[:16].tolist() == list(range(16))
     for distance in range(17, 128):
         exactly = 16 + math.log(distance / 16) / math.log(8) * 16
-        assert abs(found[distance].item() - exactly) <= 1
-    assert (found[128:] == 31).all() and (found.diff() >= 0).all()
+        assert abs(buckets[distance].item() - exactly) <= 1
+    assert (buckets[128:] == 31).all() and (buckets.diff() >= 0).all()
 
 
 @pytest.mark.parametrize("ngram", (1, 2, 3))
-def test_steps_give_what_the_whole_gives(words, ngram):
+def test_steps_of_fairseqs_prophetnet_agree_with_the_whole(words, ngram):
     model = prophetnet(words, ngram=ngram)
     source, target = tokens(7, 5), tokens(8, 8, seed=1, first=words.eos())
     torch.testing.assert_close(
@@ -101,9 +100,9 @@ def test_transformers_gives_the_same_beams(words):
     generator = SequenceGenerator([model], words, beam_size=3, max_len_a=0, max_len_b=36)
     sample = {"net_input": {"src_tokens": source, "src_lengths": torch.tensor([7, 7, 7])}}
     with torch.no_grad():
-        ours = [hypothesis for found in generator.generate([model], sample) for hypothesis in found]
+        ours = list(chain.from_iterable(generator.generate([model], sample)))
     with fastgen.disabled(), torch.no_grad():
-        stock = [hypothesis for found in generator.generate([model], sample) for hypothesis in found]
+        stock = list(chain.from_iterable(generator.generate([model], sample)))
     theirs = to_transformers(model).generate(
         source,
         num_beams=3,
@@ -116,13 +115,13 @@ def test_transformers_gives_the_same_beams(words):
         output_scores=True,
     )
     assert len({len(hypothesis["tokens"]) for hypothesis in ours}) > 2
-    for one, plain, row, score in zip(ours, stock, theirs.sequences, theirs.sequences_scores):
-        assert torch.equal(one["tokens"], plain["tokens"])
-        assert row[1 : 1 + len(one["tokens"])].tolist() == one["tokens"].tolist()
-        torch.testing.assert_close(one["score"], score, atol=1e-4, rtol=1e-4)
+    for hypothesis, plain, row, score in zip(ours, stock, theirs.sequences, theirs.sequences_scores):
+        tokens_of_row = hypothesis["tokens"].tolist()
+        assert plain["tokens"].tolist() == row[1 : 1 + len(tokens_of_row)].tolist() == tokens_of_row
+        torch.testing.assert_close(hypothesis["score"], score, atol=1e-4, rtol=1e-4)
 
 
-def test_there_and_back(words):
+def test_a_conversion_there_and_back_changes_nothing(words):
     model = prophetnet(words, decoder_layers=3, ngram=3)
     back = to_fairseq(to_transformers(model), words)
     assert model.state_dict().keys() == back.state_dict().keys()
@@ -130,7 +129,7 @@ def test_there_and_back(words):
         assert torch.equal(weight, back.state_dict()[name]), name
 
 
-def test_what_cannot_be_converted(words, tmp_path):
+def test_models_that_cannot_be_converted_are_refused(words, tmp_path):
     with pytest.raises(ValueError, match="one for all"):
         to_transformers(prophetnet(words, share_all_embeddings=False, share_decoder_input_output_embed=False))
     (tmp_path / "few.txt").write_text("\n".join(WORDS[:9]), encoding="utf-8")
@@ -138,8 +137,8 @@ def test_what_cannot_be_converted(words, tmp_path):
         to_fairseq(to_transformers(prophetnet(words)), BertDictionary.load(str(tmp_path / "few.txt")))
 
 
-def test_checkpoints_of_the_authors_code(words):
-    """Theirs have one matrix for queries, keys and values, and another name for the encoder's first norm."""
+def test_checkpoints_of_the_authors_code_load(words):
+    """They have one matrix for queries, keys and values, and another name for the encoder's first norm."""
     model = prophetnet(words)
     published = {}
     for name, weight in model.state_dict().items():
@@ -157,7 +156,7 @@ def test_checkpoints_of_the_authors_code(words):
 
 
 @pytest.mark.parametrize(("eps", "disable"), ((0.0, False), (0.1, False), (0.0, True)))
-def test_the_loss_is_that_of_every_stream(words, eps, disable):
+def test_the_loss_sums_all_streams(words, eps, disable):
     model = prophetnet(words)
     source, target = tokens(7, 5), tokens(6, 4, seed=1)
     inputs = {"src_tokens": source, "src_lengths": torch.tensor([7, 5]), "prev_output_tokens": target}
@@ -184,13 +183,13 @@ def test_the_loss_is_that_of_every_stream(words, eps, disable):
     ("lines", "message"),
     ((["[PAD]", "", "a"], "line 2: ''"), (["a", "a"], "line 2: 'a'"), (["[PAD]", "[SEP]", "[CLS]"], r"no \[UNK\]")),
 )
-def test_vocabularies_that_are_not_berts(lines, message, tmp_path):
+def test_vocabularies_unlike_berts_are_refused(lines, message, tmp_path):
     (tmp_path / "vocab.txt").write_text("\n".join(lines), encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         BertDictionary.load(str(tmp_path / "vocab.txt"))
 
 
-def test_a_dictionary_is_saved_as_it_is_read(words, tmp_path):
+def test_a_dictionary_is_saved_as_it_was_read(words, tmp_path):
     words.save(str(tmp_path / "dict.txt"))
     again = BertDictionary.load(str(tmp_path / "dict.txt"))
     assert again.symbols == words.symbols == WORDS and again.eos() == 3 and again.pad() == 0
@@ -198,8 +197,8 @@ def test_a_dictionary_is_saved_as_it_is_read(words, tmp_path):
 
 
 @pytest.mark.slow
-def test_registered_with_the_import():
-    """Whichever comes first."""
+def test_prophetnet_is_registered_with_the_import():
+    """In either order of the imports."""
     names = """
 from fairseq.models import ARCH_MODEL_REGISTRY as architectures
 from fairseq.tasks import TASK_REGISTRY as tasks
@@ -213,7 +212,7 @@ assert "translation_prophetnet" in tasks and "ngram_language_loss" in criteria
 
 
 @pytest.mark.slow
-def test_a_program_that_brings_its_own_gets_the_names(tmp_path):
+def test_a_prophetnet_of_user_code_gets_the_names(tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "__init__.py").write_text("""
 from fairseq.models import register_model, register_model_architecture
@@ -243,8 +242,8 @@ print(fairseq.tasks.TASK_REGISTRY["translation_prophetnet"].__module__)
 
 
 @pytest.mark.slow
-def test_trained_and_generated_with_the_commands(tmp_path):
-    """fairseq's own commands with fastgen imported, and fastgen's; the task is to copy."""
+def test_the_commands_train_and_generate_with_prophetnet(tmp_path):
+    """fairseq's commands with fastgen imported agree with fastgen's; the task is to copy."""
     generator = torch.Generator().manual_seed(0)
     for split, count in (("train", 300), ("valid", 30), ("test", 20)):
         lines = [

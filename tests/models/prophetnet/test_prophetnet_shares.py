@@ -1,6 +1,4 @@
-"""ProphetNet in fairseq's generation under fastgen: fastgen's loop and caches, with what unpatched fairseq gives."""
-
-from __future__ import annotations
+"""ProphetNet in fairseq uses fastgen's loop and caches, with the hypotheses of unpatched fairseq."""
 
 from typing import Any
 
@@ -13,7 +11,7 @@ from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from fairseq_generation import compare, lengths
 from fairseq_models import Case
 from models.prophetnet.tiny import dictionary, prophetnet, tokens
-from parity import capturing, replays
+from reports import capturing, replays
 
 from fastgen.models.prophetnet import NgramTransformerDecoder, NgramTransformerProphetModel
 
@@ -55,13 +53,13 @@ def test_keys_are_shared_and_hypotheses_are_the_same(words, option, captured):
     assert option != "sentences that leave" or len(set(map(max, lengths(both.stock)))) > 1
 
 
-def test_the_last_positions_of_the_table(words):
+def test_hypotheses_may_fill_the_table_of_positions(words):
     model = prophetnet(words, max_target_positions=12)
     both = compare(case_of(words, model), max_len_b=100, min_len=10)
     assert max(map(max, lengths(both.stock))) == 12
 
 
-def test_ensembles(words):
+def test_ensembles_of_prophetnet_share_keys(words):
     report = compare(case_of(words, prophetnet(words), prophetnet(words, seed=3, ngram=3))).report
     assert "self-attention: written in place, moved once for all layers, 4 layers" in report.shared
 
@@ -80,7 +78,7 @@ def test_decoders_and_layers_that_inherit_are_left_to_fairseq(words):
         assert any(kind.__name__ in reason for reason in report.fallbacks), report
 
 
-def test_an_attention_with_a_forward_of_its_own_keeps_its_keys(words):
+def test_an_attention_with_its_own_forward_keeps_its_keys(words):
     model, calls = prophetnet(words), []
     attention = model.decoder.layers[0].ngram_self_attn
 

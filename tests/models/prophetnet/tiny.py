@@ -1,7 +1,5 @@
 """A tiny random ProphetNet of fairseq, with a vocabulary like BERT's."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +22,7 @@ def dictionary(folder: Path) -> BertDictionary:
 def prophetnet(
     words: BertDictionary, seed: int = 59, end: float = 3.0, **sizes: object
 ) -> NgramTransformerProphetModel:
-    """Weights so large that a wrong key changes tokens; `end` times the vector of the end, so that sentences do end."""
+    """Builds weights so large that a wrong key changes tokens, and `end` times the vector of the end."""
     args = {f"{name}_{size}": number for name in ENDS for size, number in SIZES.items()}
     args |= {"max_source_positions": 40, "max_target_positions": 40, **sizes}
     task = SimpleNamespace(source_dictionary=words, target_dictionary=words)
@@ -39,7 +37,7 @@ def prophetnet(
 
 
 def tokens(*lengths: int, seed: int = 0, first: int | None = None) -> torch.Tensor:
-    """Rows of words of these lengths, padded on the right; `first` in front of each."""
+    """Returns rows of words of these lengths, padded on the right, with `first` in front of each."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(5, len(WORDS), (len(lengths), max(lengths)), generator=generator)
     rows[torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]] = 0

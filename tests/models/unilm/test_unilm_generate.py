@@ -1,21 +1,12 @@
-"""UniLM under transformers' generate: tokens and scores of the slow definition, and the source kept once per input."""
-
-from __future__ import annotations
+"""UniLM under transformers' generate has the tokens and logits of its slow definition, and shares sources."""
 
 from functools import partial
 
 import pytest
 import torch
-from parity import (
-    BEAMS,
-    SAMPLES,
-    capturing,
-    compared,
-    padded,
-    replays,
-    run_both,
-    token_ids,
-)
+from parity import compared, run_both
+from reports import capturing, replays
+from tiny_models import BEAMS, SAMPLES, padded, token_ids
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.t5.modeling_t5 import T5Attention
 from unilm_slow import SlowUniLM, next_logits, tiny_unilm
@@ -44,14 +35,14 @@ def sources() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def model() -> UniLMForConditionalGeneration:
+def model():
     return tiny_unilm().double()
 
 
 @pytest.mark.usefixtures("share_always")
 @pytest.mark.parametrize("use_cache", (True, False), ids=("cache", "no cache"))
 @pytest.mark.parametrize(("way", "version"), [*((way, "1") for way in WAYS), ("beams", "1, large"), ("beams", "2")])
-def test_generates_what_the_slow_definition_generates(way, version, use_cache):
+def test_unilm_generates_as_its_slow_definition(way, version, use_cache):
     model, slow = (
         tiny_unilm(kind, **VERSIONS[version]).double() for kind in (UniLMForConditionalGeneration, SlowUniLM)
     )
@@ -77,14 +68,14 @@ def test_padding_and_other_inputs_change_nothing(model):
 
 
 @pytest.mark.usefixtures("share_always")
-def test_mask_token_never_enters_the_cache():
+def test_the_mask_token_never_enters_the_cache():
     cache = compared(tiny_unilm(), sources(), **GREEDY, eos_token_id=None).fast.past_key_values
     assert cache.get_seq_length() == 9 + 8 - 1  # the last token was not fed
 
 
 @pytest.mark.parametrize("version", ("1", "2"))
 @pytest.mark.parametrize("arguments", (BEAMS, SAMPLES, GREEDY), ids=("beams", "samples", "greedy"))
-def test_captured_steps_give_the_same_tokens(arguments, version):
+def test_captured_steps_of_unilm_have_the_same_tokens(arguments, version):
     model = tiny_unilm(**VERSIONS[version])
     arguments = {**arguments, "max_new_tokens": 12, "eos_token_id": None}
     with capturing():
@@ -94,20 +85,20 @@ def test_captured_steps_give_the_same_tokens(arguments, version):
             assert replays(both.report) > 4
 
 
-def test_static_cache_gives_the_same_tokens(model):
+def test_static_caches_of_unilm_have_the_same_tokens(model):
     inputs = sources()
     expected = model.generate(**inputs, **BEAMS)
     assert torch.equal(model.generate(**inputs, **BEAMS, cache_implementation="static"), expected)
 
 
-def test_segments_of_the_tokenizer_are_not_the_models():
+def test_segments_of_the_tokenizer_are_ignored():
     model = tiny_unilm(**VERSIONS["1, large"])
     inputs = sources()
-    given = torch.zeros_like(inputs["input_ids"])
-    assert torch.equal(model.generate(**inputs, **BEAMS, token_type_ids=given), model.generate(**inputs, **BEAMS))
+    zeros = torch.zeros_like(inputs["input_ids"])
+    assert torch.equal(model.generate(**inputs, **BEAMS, token_type_ids=zeros), model.generate(**inputs, **BEAMS))
 
 
-def test_repeated_ngrams_are_looked_for_in_the_target_only(model):
+def test_ngrams_are_blocked_in_the_target_only(model):
     source = torch.arange(4, 44)[None]
     target = model.generate(source, **GREEDY, no_repeat_ngram_size=1, eos_token_id=None)[0, 40:].tolist()
     assert len(set(target)) == len(target) == 8
@@ -127,7 +118,7 @@ def test_options_that_do_not_fit_are_refused(model, arguments, words):
         model.generate(token_ids(1, 9), **arguments)
 
 
-def test_forward_takes_tokens_one_by_one(model):
+def test_a_forward_takes_tokens_one_by_one(model):
     source, target = token_ids(1, 7), token_ids(1, 3, seed=2)
     with torch.no_grad():
         output = model(source, append_mask=True)
@@ -135,10 +126,7 @@ def test_forward_takes_tokens_one_by_one(model):
             expected = next_logits(model, source[0].tolist(), target[0, :index].tolist())
             torch.testing.assert_close(output.logits, expected[None, None])
             output = model(
-                target[:, index : index + 1],
-                past_key_values=output.past_key_values,
-                source_length=0,
-                append_mask=True,
+                target[:, index : index + 1], past_key_values=output.past_key_values, source_length=0, append_mask=True
             )
         whole = model(torch.cat([source, target], dim=1), source_length=7, append_mask=True)
     torch.testing.assert_close(output.logits, whole.logits)
@@ -152,7 +140,7 @@ def test_bins_of_relative_positions_are_those_of_t5(bins, most):
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-def test_half_precision(dtype):
+def test_unilm_in_half_precision_agrees_up_to_rounding(dtype):
     model = tiny_unilm()
     source = token_ids(2, 9)
     with torch.no_grad():
@@ -162,7 +150,7 @@ def test_half_precision(dtype):
     torch.testing.assert_close(logits.float(), expected, atol=0.3, rtol=0.1)
 
 
-def test_auto_classes_find_it_and_a_saved_model_is_the_same(model, tmp_path):
+def test_auto_classes_load_a_saved_unilm_unchanged(model, tmp_path):
     assert type(AutoConfig.for_model("unilm")) is UniLMConfig
     assert type(AutoModelForCausalLM.from_config(model.config)) is UniLMForConditionalGeneration
     model.save_pretrained(tmp_path)
@@ -170,7 +158,7 @@ def test_auto_classes_find_it_and_a_saved_model_is_the_same(model, tmp_path):
     assert torch.equal(loaded.generate(**sources(), **GREEDY), model.generate(**sources(), **GREEDY))
 
 
-def test_vocabulary_can_grow():
+def test_the_vocabulary_can_grow():
     model = tiny_unilm()
     before = model(token_ids(1, 5)).logits
     model.resize_token_embeddings(103)

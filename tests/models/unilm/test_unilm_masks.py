@@ -1,10 +1,8 @@
-"""The masks are those of Figure 1 of the paper, and the model sees what they say and nothing else."""
-
-from __future__ import annotations
+"""The masks are those of Figure 1 of the paper, and the model sees exactly what they allow."""
 
 import pytest
 import torch
-from parity import token_ids
+from tiny_models import token_ids
 from unilm_slow import sees, slow_logits, tiny_unilm
 
 from fastgen.models.unilm import KINDS, attention_masks
@@ -17,22 +15,22 @@ def masks(kind: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_pair_is_that_of_the_paper(kind):
-    found = masks(kind)
-    assert found.shape == (3, 7, 7) and found.dtype == torch.bool
+def test_each_pair_of_a_mask_is_that_of_the_paper(kind):
+    mask = masks(kind)
+    assert mask.shape == (3, 7, 7) and mask.dtype == torch.bool
     for row, (length, source) in enumerate(zip(LENGTHS.tolist(), SOURCES.tolist())):
         for query in range(length):
             for key in range(7):
-                assert found[row, query, key] == sees(kind, query, key, source, length), (row, query, key)
+                assert mask[row, query, key] == sees(kind, query, key, source, length), (row, query, key)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_the_slow_definition(kind):
-    model, found, ids = tiny_unilm().double(), masks(kind), token_ids(3, 7)
+    model, mask, ids = tiny_unilm().double(), masks(kind), token_ids(3, 7)
     with torch.no_grad():
-        logits = model(ids, attention_mask=found).logits
+        logits = model(ids, attention_mask=mask).logits
     for row, length in enumerate(LENGTHS.tolist()):
-        alone = slow_logits(model, ids[row, :length].tolist(), [0] * length, found[row, :length, :length])
+        alone = slow_logits(model, ids[row, :length].tolist(), [0] * length, mask[row, :length, :length])
         torch.testing.assert_close(logits[row, :length], alone)
 
 

@@ -1,12 +1,10 @@
-"""State dicts with published names are read, in each layout, and what does not fit is named."""
-
-from __future__ import annotations
+"""State dicts with published names are read in each layout; weights that do not fit are named."""
 
 import logging
 
 import pytest
 import torch
-from parity import token_ids
+from tiny_models import token_ids
 from unilm_slow import SIZES, tiny_unilm
 
 from fastgen.models.unilm import UniLMConfig, load_published
@@ -29,9 +27,9 @@ def published(model) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def tells_the_same(model, other) -> bool:
+def has_equal_logits(model, other) -> bool:
     with torch.no_grad():
-        return torch.equal(*(one(token_ids(2, 6), append_mask=True).logits for one in (model, other)))
+        return torch.equal(*(each(token_ids(2, 6), append_mask=True).logits for each in (model, other)))
 
 
 def test_names_are_the_published_ones():
@@ -44,18 +42,18 @@ def test_a_file_is_read_into_a_new_model(tmp_path, caplog):
     torch.save(published(model), tmp_path / "unilm.bin")
     loaded, missing, unexpected = load_published(UniLMConfig(**SIZES), tmp_path / "unilm.bin")
     assert not missing and not unexpected and not caplog.records
-    assert not loaded.training and tells_the_same(loaded, model)
+    assert not loaded.training and has_equal_logits(loaded, model)
 
 
 def older_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As parallel training and older versions of norms name them."""
+    """Renames weights as parallel training and older versions of norms do."""
     names = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
     ends = {name: next((end for end in names if name.endswith(end)), "") for name in weights}
     return {"module." + name.removesuffix(end) + names.get(end, ""): weights[name] for name, end in ends.items()}
 
 
 def one_matrix(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """For query, key and value; keys have no bias."""
+    """Joins query, key and value in one matrix, without a bias of keys."""
     for index in range(3):
         start = f"bert.encoder.layer.{index}.attention.self."
         weights[start + "qkv_linear.weight"] = torch.cat(
@@ -68,7 +66,7 @@ def one_matrix(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def one_embedding(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of words, which weighs the outputs as well."""
+    """Leaves one embedding of words, which weighs the outputs as well."""
     del weights["cls.predictions.decoder.weight"]
     return weights
 
@@ -81,7 +79,7 @@ def test_every_layout_is_read(layout, sizes):
         if name.endswith("self.key.bias"):
             weight.zero_()
     loaded, missing, unexpected = load_published(model.config, layout(published(model)))
-    assert not missing and not unexpected and tells_the_same(loaded, model)
+    assert not missing and not unexpected and has_equal_logits(loaded, model)
 
 
 def test_missing_and_unexpected_names_are_listed(caplog):

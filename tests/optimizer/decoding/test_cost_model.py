@@ -1,10 +1,10 @@
-"""Sharing starts where it pays, or as FASTGEN_SHARE says, and that is decided before anything that takes time."""
-
-from __future__ import annotations
+"""Sharing starts if it pays, or as FASTGEN_SHARE says, and that is decided before anything that takes time."""
 
 import pytest
 import torch
-from parity import BEAMS, PREFILL, PROMPT, SAMPLES, assert_same, is_shared, left_alone_because, padded, tiny, token_ids
+from parity import assert_same
+from reports import PREFILL, PROMPT, is_shared, left_alone_because
+from tiny_models import BEAMS, SAMPLES, padded, tiny, token_ids
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -18,14 +18,14 @@ REPEATED = {"input_ids": token_ids(1, 9).expand(6, 9).contiguous()}
 
 
 @pytest.fixture
-def nothing_is_looked_through():
+def nothing_is_compared():
     with watched("compare a model") as models, watched("compare rows") as rows:
         yield
     assert not models and not rows
 
 
 @pytest.mark.parametrize("name", ("llama", "gpt2", "bart"))
-def test_small_calls_are_left_alone_before_anything_is_looked_at(name, nothing_is_looked_through):
+def test_small_calls_are_left_alone_before_any_comparison(name, nothing_is_compared):
     model = tiny(name)
     for arguments in (BEAMS, SAMPLES):
         report = assert_same(model, padded(9, 5), **arguments)
@@ -38,7 +38,7 @@ def test_the_reason_gives_the_numbers():
     assert not COSTS.should_prefill_once(size, 50) and COSTS.should_prefill_once(size, 50_000)
     model = tiny("llama")
     model.generate(**padded(9, 5), **BEAMS)
-    [reason] = [one for _, one in fastgen.explain().not_done if one.code == "TOO_SMALL"]
+    [reason] = [reason for _, reason in fastgen.explain().not_done if reason.code == "TOO_SMALL"]
     size = size_of(model, KNOWN)
     saved, overhead = size.weights * 36 / 1e6, COSTS.overhead_of_prefill_once(size) / 1e6
     costs_of_both = f"save {saved:.1f} million multiply-adds, the overhead is {overhead:.1f} million"
@@ -53,14 +53,14 @@ def test_the_same_model_shares_longer_prompts_of_more_rows():
 MORE_BEAMS = BEAMS | {"num_beams": 8}
 
 
-def test_a_prompt_of_a_few_tokens_has_a_long_encoder_output_too():
+def test_encoder_outputs_are_shared_if_they_are_long():
     model = tiny("bart", max_position_embeddings=4096)
     with torch.no_grad():
         assert assert_same(model, {"input_ids": token_ids(4, 40)}, **MORE_BEAMS).shared == []
         assert assert_same(model, {"input_ids": token_ids(4, 4000)}, **MORE_BEAMS | {"max_new_tokens": 2}).shared
 
 
-def test_always_and_never_do_not_ask_what_pays():
+def test_always_and_never_ignore_the_costs():
     model = tiny("llama")
     with configured(share="always"):
         assert is_shared(assert_same(model, padded(9, 5), **BEAMS), PROMPT)
@@ -74,12 +74,12 @@ def test_rows_that_the_caller_repeated_are_compared_once(share_always):
     assert len(comparisons) == 1
 
 
-def test_the_size_counts_what_every_token_is_multiplied_with():
+def test_the_size_counts_the_weights_that_tokens_multiply():
     model = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 16), nn.Linear(8, 100, bias=False), nn.LayerNorm(8))
     assert size_of(model, KNOWN) == ModelSize(modules=5, weights=128, step=928, large=0, bytes=7040)
 
 
-def test_a_recording_pays_where_steps_are_many_and_short():
+def test_a_graph_pays_if_steps_are_many_and_short():
     size = ModelSize(modules=150, weights=85_000_000, step=123_000_000, large=0, bytes=0)  # GPT-2 small
     assert COSTS.should_capture(size, rows=1, steps=40, is_captured=False)
     assert not COSTS.should_capture(size, rows=1, steps=16, is_captured=False)
@@ -90,7 +90,7 @@ def test_a_recording_pays_where_steps_are_many_and_short():
     assert not COSTS.should_capture(size, rows=1, steps=16, is_captured=False, device_type="cuda")
 
 
-def test_the_size_is_measured_once_for_each_type_of_the_weights():
+def test_the_size_is_measured_once_per_dtype():
     model = nn.Linear(1024, 1024)
     with watched("measure a model") as measurements:
         for dtype, large in ((torch.float32, 1 << 20), (torch.float32, 1 << 20), (torch.float64, 0)):
@@ -120,7 +120,7 @@ def fake_keys(*shape: int, **kind) -> torch.Tensor:
     ],
     ids=("eager", "captured", "captured, without kernels"),
 )
-def test_bytes_that_are_not_read_decide_on_a_gpu(dtype, size, is_cross, part, steps, least):
+def test_bytes_saved_decide_about_sharing_on_a_gpu(dtype, size, is_cross, part, steps, least):
     length, gpu = least[size] // part // (2 * 3 * 2 * 5 * 10 * size), {"dtype": dtype, "device": "cuda"}
     call = {"rows_per_input": 4, "is_cross": is_cross, "is_captured": steps.get("is_captured", False)}
     with configured(share="auto", cuda_kernels=steps.get("kernels", True)):
@@ -130,7 +130,7 @@ def test_bytes_that_are_not_read_decide_on_a_gpu(dtype, size, is_cross, part, st
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize(("is_cross", "least"), [(False, 1 << 19), (True, 1 << 17)])
-def test_on_a_cpu_elements_of_keys_count(dtype, is_cross, least):
+def test_elements_of_keys_decide_about_sharing_on_a_cpu(dtype, is_cross, least):
     length = least // (4 * 8 * 16)
     with configured(share="auto"):
         assert COSTS.should_share(fake_keys(4, 8, length, 16, dtype=dtype), rows_per_input=2, is_cross=is_cross)
@@ -145,7 +145,7 @@ def test_batches_are_compacted_if_many_rows_and_steps_are_saved():
     assert COSTS.should_compact(size, leaving=4, rows=32, steps_done=1, steps_left=20)  # eight steps are expected
 
 
-def test_keys_are_written_in_place_where_they_are_many():
+def test_keys_are_written_in_place_if_they_are_many():
     keys = torch.empty(2, 8, 32, 16)  # with 4 rows of an input, 4 * 2 * 8 * 16 elements a position
     assert not COSTS.should_write_in_place(keys, rows_per_input=4, limit=190)
     assert COSTS.should_write_in_place(keys, rows_per_input=4, limit=192)

@@ -1,7 +1,5 @@
 """Modules have faster forwards inside generate, in its thread, and nowhere else; shown with GPT-2's activation."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -9,7 +7,8 @@ import threading
 
 import pytest
 import torch
-from parity import BEAMS, assert_same, padded, tiny
+from parity import assert_same
+from tiny_models import BEAMS, padded, tiny
 from transformers import GenerationConfig
 from transformers.activations import NewGELUActivation
 
@@ -38,7 +37,7 @@ def is_untouched(model):
 
 
 def generate_and(model, action):
-    """What `action` returns when it is called inside a generate that uses fused activations."""
+    """Returns the result of `action`, called inside a generate that uses fused activations."""
     results = []
 
     def during(input_ids, scores):
@@ -59,11 +58,11 @@ def in_a_thread(action):
 
 
 def by_faster_forward(module, states):
-    """What a module makes of states inside `faster_forwards`, and the kernels that ran."""
+    """Returns the output of a module inside `faster_forwards`, and the kernels that ran."""
     with torch.no_grad(), generate_call("test") as call, faster_forwards(call, {module: module.modules()}, forwards()):
-        found = module(states)
+        output = module(states)
     assert "forward" not in vars(module)
-    return found, call.report.kernels
+    return output, call.report.kernels
 
 
 WITH_KERNELS = pytest.mark.skipif(bool(simd.machine_reasons()), reason=f"C++ kernels: {simd.machine_reasons()}")
@@ -82,26 +81,26 @@ WITH_KERNELS = pytest.mark.skipif(bool(simd.machine_reasons()), reason=f"C++ ker
 def test_the_fused_activation_is_the_same_function(dtype):
     """In half precision it has the library's bits; other types are left to the original."""
     module, states = NewGELUActivation(), STATES.to(dtype)
-    found, usage = by_faster_forward(module, states)
+    output, usage = by_faster_forward(module, states)
     assert usage == ({} if dtype == torch.float64 else {"fused activation": 1})
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0, "atol": 0}
-    torch.testing.assert_close(found, module(states), **tolerance)
+    torch.testing.assert_close(output, module(states), **tolerance)
 
 
-def test_generate_uses_it_and_says_so(gpt2):
+def test_generate_counts_its_fused_activations(gpt2):
     report = assert_same(gpt2, padded(9, 5), **BEAMS | {"max_new_tokens": 3})
     assert report.kernels["fused activation"] == 6  # 3 forwards of 2 layers
     assert is_untouched(gpt2)
 
 
-def test_small_models_are_not_looked_through():
+def test_small_models_are_not_searched_for_forwards():
     model = tiny("gpt2")
     with watched("faster forwards") as looks:
         model.generate(**padded(9, 5), max_new_tokens=2)
     assert not looks
 
 
-def test_gradients_and_modes_of_the_program_see_the_original():
+def test_gradients_and_modes_of_user_code_see_the_original():
     class Watching(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             seen.append(func)
@@ -126,11 +125,11 @@ def test_another_thread_may_call_and_train_the_model_meanwhile(gpt2):
         return logits, gpt2.lm_head.weight.grad.clone()
 
     expected = in_a_thread(call_and_train)
-    found = generate_and(gpt2, lambda: in_a_thread(call_and_train))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    results = generate_and(gpt2, lambda: in_a_thread(call_and_train))
+    torch.testing.assert_close(results, expected, rtol=0, atol=0)
 
 
-def test_it_stays_until_the_last_thread_has_ended(gpt2):
+def test_faster_forwards_stay_until_the_last_thread_ends(gpt2):
     inside, ended = threading.Event(), threading.Event()
 
     def wait():
@@ -142,13 +141,13 @@ def test_it_stays_until_the_last_thread_has_ended(gpt2):
     assert inside.wait(60)
     gpt2.generate(**padded(9, 5), max_new_tokens=2)
     assert fastgen.explain().kernels["fused activation"] == 4
-    assert not is_untouched(gpt2)  # of the thread that still generates
+    assert not is_untouched(gpt2)  # the other thread still generates
     ended.set()
     thread.join()
     assert is_untouched(gpt2)
 
 
-def test_it_is_taken_off_after_an_error(gpt2):
+def test_faster_forwards_are_removed_after_an_error(gpt2):
     def fail():
         raise LookupError("from the processor")
 
@@ -185,7 +184,7 @@ def test_a_copy_made_during_generate_has_the_usual_forwards(gpt2, copied):
         assert torch.equal(twin(**padded(9)).logits, gpt2(**padded(9)).logits)
 
 
-def test_a_forward_of_the_program_stays(gpt2):
+def test_a_forward_of_user_code_stays(gpt2):
     module = activations(gpt2)[0]
     forward = module.forward = lambda states: NewGELUActivation.forward(module, states)
     generate_and(gpt2, lambda: None)

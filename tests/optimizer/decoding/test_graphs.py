@@ -1,16 +1,16 @@
 """Captured graphs, those of one model, and the static caches that they replay into."""
 
-from __future__ import annotations
-
 import gc
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
 from types import SimpleNamespace
 
 import pytest
 import torch
-from parity import capturing, padded, replays, same_tokens, tiny
+from parity import same_tokens
+from reports import capturing, replays
+from tiny_models import padded, tiny
 from torch import nn
 
 from fastgen.optimizer.decoding import graphs
@@ -28,58 +28,58 @@ def cache_of_one_layer(rows: int = 2) -> StaticKVCache:
     cache.add_layers([()], 8)
     cache.append(0, *torch.zeros(2, rows, 1, 3, 4))
     content = cache.content()
-    made = StaticKVCache(content.spec(8))
-    made.load(content)
-    return made
+    static = StaticKVCache(content.spec(8))
+    static.load(content)
+    return static
 
 
 def graph_of(rows: int = 2) -> CapturedGraph:
-    made = CapturedGraph(lambda inputs: inputs["number"] + 1, cache_of_one_layer(rows))
-    made.capture({"number": torch.zeros(3)}, CpuCapture())
-    return made
+    graph = CapturedGraph(lambda inputs: inputs["number"] + 1, cache_of_one_layer(rows))
+    graph.capture({"number": torch.zeros(3)}, CpuCapture())
+    return graph
 
 
-def test_inputs_that_a_replay_does_not_read_are_not_copied():
-    """As the states of the encoder, which an output may be all the same."""
-    made = CapturedGraph(lambda inputs: (inputs["number"] + 1, inputs["states"]), cache_of_one_layer())
+def test_inputs_that_no_replay_reads_are_not_copied():
+    """Such inputs are the states of the encoder, which may still be an output."""
+    graph = CapturedGraph(lambda inputs: (inputs["number"] + 1, inputs["states"]), cache_of_one_layer())
     states = torch.randn(1000)
-    assert made.capture({"number": torch.zeros(3), "states": states}, CpuCapture())[1].data_ptr() == states.data_ptr()
-    assert made.nbytes < made.cache.nbytes + states.nbytes
+    assert graph.capture({"number": torch.zeros(3), "states": states}, CpuCapture())[1].data_ptr() == states.data_ptr()
+    assert graph.nbytes < graph.cache.nbytes + states.nbytes
     others = torch.randn(1000)
-    number, found = made.replay({"number": torch.ones(3), "states": others})
-    assert torch.equal(number, torch.full((3,), 2.0)) and torch.equal(found, others)
+    number, returned = graph.replay({"number": torch.ones(3), "states": others})
+    assert torch.equal(number, torch.full((3,), 2.0)) and torch.equal(returned, others)
     alive = weakref.ref(others.untyped_storage())
-    made.end_call()
-    assert made.replay({"number": torch.ones(3), "states": torch.randn(999)}) is None
-    del found, others
+    graph.end_call()
+    assert graph.replay({"number": torch.ones(3), "states": torch.randn(999)}) is None
+    del returned, others
     gc.collect()
     assert alive() is None
 
 
-def test_graphs_that_were_not_used_for_longest_are_dropped():
-    known = GraphCache(torch.device("cpu"), torch.float32)
+def test_graphs_used_least_recently_are_dropped():
+    graph_cache = GraphCache(torch.device("cpu"), torch.float32)
     with limits(most_graphs=3):
         for key in range(3):
-            known.put(key, graph_of())
-        known.put(0, known.entries.pop(0))
-        known.put(3, graph_of())
-    assert list(known.entries) == [2, 0, 3]
-    known.most_bytes = 2 * graph_of().nbytes
-    known.put(4, graph_of())
-    assert list(known.entries) == [3, 4]
-    assert sum(graph.nbytes for graph in known.entries.values()) == known.most_bytes
-    known.put(5, graph_of(rows=20))  # larger than the bound: not kept
-    assert list(known.entries) == [3, 4]
+            graph_cache.put(key, graph_of())
+        graph_cache.put(0, graph_cache.entries.pop(0))
+        graph_cache.put(3, graph_of())
+    assert list(graph_cache.entries) == [2, 0, 3]
+    graph_cache.most_bytes = 2 * graph_of().nbytes
+    graph_cache.put(4, graph_of())
+    assert list(graph_cache.entries) == [3, 4]
+    assert sum(graph.nbytes for graph in graph_cache.entries.values()) == graph_cache.most_bytes
+    graph_cache.put(5, graph_of(rows=20))  # larger than the bound: not kept
+    assert list(graph_cache.entries) == [3, 4]
 
 
 def test_a_replay_gets_the_inputs_of_its_call_in_captured_shapes():
-    made = graph_of()
-    assert made.replay({"number": torch.arange(3.0)}).tolist() == [1, 2, 3]
+    graph = graph_of()
+    assert graph.replay({"number": torch.arange(3.0)}).tolist() == [1, 2, 3]
     number = torch.zeros(3)
-    assert made.replay({"number": number}).tolist() == [1, 1, 1]
+    assert graph.replay({"number": number}).tolist() == [1, 1, 1]
     number += 5  # the same tensor with another content
-    assert made.replay({"number": number}).tolist() == [6, 6, 6]
-    assert made.replay({"number": torch.zeros(4)}) is None and made.state is GraphState.DROPPED
+    assert graph.replay({"number": number}).tolist() == [6, 6, 6]
+    assert graph.replay({"number": torch.zeros(4)}) is None and graph.state is GraphState.DROPPED
 
 
 @pytest.mark.usefixtures("captures")  # whose buffers may be small
@@ -95,7 +95,7 @@ def test_a_static_cache_holds_a_concatenation_at_fixed_addresses(prompt_length):
         cache.append(layer, *pair)
     content = cache.content()
     cache = StaticKVCache(content.spec(12))
-    cache.buffers[0].fill_(torch.nan)  # of an earlier call
+    cache.buffers[0].fill_(torch.nan)  # left by an earlier call
     cache.load(content)
     assert cache.capacity == 12 and cache.padding == (3 if prompt_length else 0)
     addresses = [states.data_ptr() for layer in range(2) for pair in cache.segments(layer) for states in pair]
@@ -112,11 +112,11 @@ def test_a_static_cache_holds_a_concatenation_at_fixed_addresses(prompt_length):
         generated = [tuple(torch.cat(both, dim=2)[order] for both in zip(before, pair)) for before, pair in pairs]
         for layer, pair in enumerate(generated):
             whole = cache.copy(layer)
-            assert all(torch.equal(found[:, :, prompt_length:], states) for found, states in zip(whole, pair))
+            assert all(torch.equal(held[:, :, prompt_length:], states) for held, states in zip(whole, pair))
             keys, _ = cache.read(layer)
             assert keys.shape[2] == (8 if prompt_length else 0) + 12 and not keys.isnan().any()
-    found = [states.data_ptr() for layer in range(2) for pair in cache.segments(layer) for states in pair]
-    assert found == addresses
+    after = [states.data_ptr() for layer in range(2) for pair in cache.segments(layer) for states in pair]
+    assert after == addresses
 
 
 def test_capacities_are_few_and_never_too_small():
@@ -136,8 +136,8 @@ def test_logits_that_a_model_rules_out_hide_no_differences():
 
 def test_steps_are_captured_on_the_default_stream_of_a_gpu(monkeypatch):
     monkeypatch.setattr(graphs, "graphs_of", lambda *models: SimpleNamespace(refused=[]))
-    on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, is_cpu=False, is_cuda=False)
-    monkeypatch.setattr(graphs, "first_weight", lambda decoder: on_gpu)
+    weight = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, is_cpu=False, is_cuda=False)
+    monkeypatch.setattr(graphs, "first_weight", lambda decoder: weight)
     streams = {"off": 0, "auto": 0, "on": 0, "another": 7}
     expected = {"off": {"CAPTURE_OFF"}, "auto": set(), "on": set(), "another": {"CUDA_STREAM"}}
     for case, codes in expected.items():
@@ -179,25 +179,17 @@ def test_each_precision_of_products_has_its_own_captures(monkeypatch, switch):
 
 
 @pytest.mark.usefixtures("captures")
-def test_a_second_thread_on_the_model_goes_on_without_graphs():
+def test_a_second_thread_on_the_model_uses_no_graphs():
     model = tiny("gpt2")
     expected = model.generate(**PROMPTS, **BEAMS)
-    results = [None] * 4
-
-    def work(index: int) -> None:
-        results[index] = model.generate(**PROMPTS, **BEAMS)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(result, expected) for result in results)
+    with ThreadPoolExecutor(4) as threads:
+        results = [threads.submit(model.generate, **PROMPTS, **BEAMS) for _ in range(4)]
+    assert all(torch.equal(result.result(), expected) for result in results)
     assert not holds_graphs(model)
 
 
 @pytest.mark.usefixtures("captures")
-def test_a_model_that_is_gone_leaves_nothing_behind():
+def test_graphs_are_freed_with_their_model():
     model = tiny("gpt2")
     same_tokens(model, PROMPTS, **BEAMS)
     buffers = weakref.ref(next(iter(captured_graphs(model).values())).cache)

@@ -1,6 +1,4 @@
-"""What rows share is stored once; what they generate is written in place, and a reorder moves nothing else."""
-
-from __future__ import annotations
+"""Shared keys are stored once; generated keys are written in place, and a reorder moves only these."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -51,12 +49,12 @@ def test_tokens_are_written_in_place_until_the_buffer_is_full():
         written.append(random_states(2))
         cache.append(0, *written[-1])
         addresses.add(cache.read(0)[0].data_ptr())
-    for found, parts in zip(cache.read(0), zip(*written)):
-        assert torch.equal(found, torch.cat(parts, dim=2))
+    for held, parts in zip(cache.read(0), zip(*written)):
+        assert torch.equal(held, torch.cat(parts, dim=2))
     assert len(addresses) == 2  # it has grown once, at the 34th token
 
 
-def test_buffers_start_small_and_grow_no_longer_than_the_call():
+def test_buffers_start_small_and_grow_to_the_calls_length():
     cache = empty_cache(LAYERS, 2, limit=5000)
     cache.append(0, *random_states(2))
     assert cache.generated[0].buffers[0].shape[3] < 100
@@ -73,27 +71,27 @@ def test_buffers_start_small_and_grow_no_longer_than_the_call():
 @pytest.mark.parametrize("prompt", ("prefix and prompt", "prompt", "repeated prompt"))
 @pytest.mark.parametrize("rows_per_input", (1, 3))
 @pytest.mark.parametrize("materialize_at", (None, 0, 20))
-def test_all_layers_hold_what_concatenation_gives(has_kernel, limit, prompt, rows_per_input, materialize_at):
+def test_all_layers_hold_the_concatenation(has_kernel, limit, prompt, rows_per_input, materialize_at):
     with nullcontext() if has_kernel else without("C++"):
-        hold_what_concatenation_gives(limit, prompt, rows_per_input, materialize_at)
+        check_concatenation(limit, prompt, rows_per_input, materialize_at)
 
 
-def hold_what_concatenation_gives(limit: int, prompt: str, rows_per_input: int, materialize_at: int | None) -> None:
+def check_concatenation(limit: int, prompt: str, rows_per_input: int, materialize_at: int | None) -> None:
     torch.manual_seed(0)
     inputs = 4
     rows = inputs * rows_per_input
     cache, prompts = KVCache(inputs, rows_per_input), []
     for _ in range(LAYERS):
         prompts.append((random_states(1, 2), random_states(inputs, 5))[prompt != "prefix and prompt" :])
-    of_rows = partial(of_all_rows, rows=rows)
-    expected = [[torch.cat(parts, dim=2) for parts in zip(*map(of_rows, layer))] for layer in prompts]
+    repeat = partial(repeated, rows=rows)
+    expected = [[torch.cat(parts, dim=2) for parts in zip(*map(repeat, layer))] for layer in prompts]
     cache.add_layers(prompts, limit)
     cross = [random_states(inputs, 6)]
     crosses = cache.add_layers([tuple(cross)], None)
     if prompt == "repeated prompt":
         for layer in range(LAYERS):
             cache.repeat_prompt(layer)
-    expected.append(of_rows(cross[0]))
+    expected.append(repeat(cross[0]))
     for step in range(38):
         for layer in range(LAYERS):
             added = random_states(inputs * rows_per_input)
@@ -117,16 +115,16 @@ def hold_what_concatenation_gives(limit: int, prompt: str, rows_per_input: int, 
         expected = [[states.index_select(0, order) for states in layer] for layer in expected]
 
 
-def of_all_rows(pair: tuple, rows: int) -> list[torch.Tensor]:
+def repeated(pair: tuple, rows: int) -> list[torch.Tensor]:
     return [states.repeat_interleave(rows // len(states), dim=0) for states in pair]
 
 
-def test_a_reorder_moves_nothing_equal_in_all_rows_of_an_input():
+def test_a_reorder_does_not_move_the_prompts_keys():
     cache = one_layer(random_states(2, 3), 3, 10, shares=False)
     before = cache.read(0)[0].clone()
     cache.append(0, *(torch.arange(6.0).view(6, 1, 1, 1).expand(6, HEADS, 1, WIDTH + more) for more in (0, 1)))
     buffer = cache.generated[0].buffers[0]
-    cache.reorder(torch.tensor([4, 1, 2, 3, 4, 5]))  # of another input, to see that the first three stay
+    cache.reorder(torch.tensor([4, 1, 2, 3, 4, 5]))  # row 4 is another input's: only its generated key moves
     assert cache.generated[0].buffers[0] is buffer and torch.equal(buffer[0, :, :, :3], before)
     assert buffer[0, :, 0, 3, 0].tolist() == [4, 1, 2, 3, 4, 5]
 
@@ -160,7 +158,7 @@ def test_a_materialized_layer_stays_stored_for_each_row():
     assert not cache.prompts[0] and type(cache.read(0)[0]) is torch.Tensor
 
 
-def test_what_was_read_is_the_content_until_that_changes():
+def test_read_views_are_invalidated_by_append():
     cache = one_layer(random_states(2, 5), 3, 10)
     cache.append(0, *random_states(6))
     old, _ = cache.read(0)
@@ -196,14 +194,14 @@ def test_buffers_are_moved_in_place_while_nobody_else_holds_them():
         cache.read(layer)
     cache.reorder(torch.tensor([1, 0]))
     moved = cache.generated[0]
-    assert (moved.buffers[0] is buffer) == hasattr(torch._C, "_storage_Use_Count")  # torch 2.4 does not tell who holds
+    assert (moved.buffers[0] is buffer) == hasattr(torch._C, "_storage_Use_Count")  # torch 2.4 cannot tell
     held, buffer = moved.read(0)[0], moved.buffers[0]
     cache.reorder(torch.tensor([1, 0]))
     assert moved.buffers[0] is not buffer and torch.equal(held, buffer[0, :, :, :1])
 
 
 @pytest.mark.parametrize("drop_last", (False, True))
-def test_a_static_cache_goes_on_with_some_inputs_of_another(drop_last):
+def test_a_static_cache_takes_over_some_inputs_of_another(drop_last):
     cache = KVCache(3, 2)
     cache.add_layers([(random_states(1, 2), random_states(3, 5))] * 2, 10)
     cache.add_layers([(random_states(3, 6),)], None)

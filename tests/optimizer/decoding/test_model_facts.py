@@ -1,7 +1,5 @@
 """Facts of a model come from one walk and hold until something is replaced; code: test_replaced_code.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import weakref
@@ -40,14 +38,6 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(self.config) for _ in range(2))
 
 
-def set_data(model: Model) -> None:
-    model.blocks[0].linear.weight.data = model.blocks[0].linear.weight.data.clone()
-
-
-def transpose_data(model: Model) -> None:
-    model.blocks[0].linear.weight.data = model.blocks[0].linear.weight.data.t()
-
-
 def replace_function_by_another_at_its_address(model: Model) -> None:
     model.blocks[0].activation = None
     gc.collect()
@@ -55,12 +45,12 @@ def replace_function_by_another_at_its_address(model: Model) -> None:
 
 
 class OwnParameter(nn.Parameter):
-    """What quantization libraries and programs derive from it."""
+    """A parameter class of user code, as quantization libraries have them."""
 
 
 CHANGES = {
-    "data of a weight": set_data,
-    "strides of a weight": transpose_data,
+    "data of a weight": lambda model: setattr(model.blocks[0].linear.weight, "data", torch.ones(4, 4)),
+    "strides of a weight": lambda model: setattr(weight := model.blocks[0].linear.weight, "data", weight.data.t()),
     "weight": lambda model: setattr(model.blocks[1].linear, "weight", nn.Parameter(torch.ones(4, 4))),
     "buffer": lambda model: setattr(model.blocks[1], "positions", torch.ones(4)),
     "type": lambda model: model.double(),
@@ -93,8 +83,8 @@ UNUSUAL = {
     ("put_in", "change"),
     [(None, change) for change in CHANGES] + [(unusual, "data of a weight") for unusual in UNUSUAL],
 )
-def test_facts_end_with_whatever_is_replaced(put_in, change):
-    """In models with usual tensors and with others."""
+def test_facts_are_invalidated_by_any_replacement(put_in, change):
+    """Models with unusual tensors are no exception."""
     model = Model()
     UNUSUAL.get(put_in, lambda model: None)(model)
     facts = facts_of(model, KNOWN)
@@ -104,7 +94,7 @@ def test_facts_end_with_whatever_is_replaced(put_in, change):
     assert facts_of(model, KNOWN) is not facts
 
 
-def test_a_mask_that_a_prefill_makes_longer_keeps_facts():
+def test_a_mask_that_a_prefill_lengthens_keeps_facts():
     model = nn.Linear(2, 2)
     model._future_mask = torch.empty(0)
     facts = facts_of(model, dataclasses.replace(KNOWN, not_of_a_step=frozenset({"_future_mask"})))

@@ -1,6 +1,4 @@
-"""Attention works on the segments of a tensor; everything else materializes it."""
-
-from __future__ import annotations
+"""Attention works on the segments of a tensor; any other operation materializes it."""
 
 import copy
 import inspect
@@ -35,7 +33,7 @@ def repeat_kv(tensor: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def narrower(tensor: torch.Tensor) -> torch.Tensor:
-    """The first three columns, in segments where the tensor is."""
+    """Returns the first three columns, in segments if the tensor is."""
     if type(tensor) is torch.Tensor:
         return tensor[..., :3]
     return SegmentedKV(tuple(segment[..., :3] for segment in tensor.segments), tensor.rows, tensor.usage)
@@ -133,18 +131,18 @@ ELSEWHERE = {
 @pytest.mark.parametrize("name", SEGMENTED)
 def test_attention_works_on_the_segments(name, copies):
     tensor = states(copies=copies)
-    found, expected = SEGMENTED[name](tensor), SEGMENTED[name](tensor.materialize())
-    torch.testing.assert_close(found, expected)
-    assert type(found) is torch.Tensor
+    output, expected = SEGMENTED[name](tensor), SEGMENTED[name](tensor.materialize())
+    torch.testing.assert_close(output, expected)
+    assert type(output) is torch.Tensor
     assert not any(use.startswith(MATERIALIZED) for use in tensor.usage) and tensor.usage
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_everything_else_materializes_the_tensor_and_is_counted(name):
+def test_other_operations_materialize_the_tensor(name):
     tensor = states(copies=(1, 2, 6))
-    found, expected = ELSEWHERE[name](tensor), ELSEWHERE[name](tensor.materialize())
-    torch.testing.assert_close(found, expected)
-    assert type(found) is torch.Tensor
+    output, expected = ELSEWHERE[name](tensor), ELSEWHERE[name](tensor.materialize())
+    torch.testing.assert_close(output, expected)
+    assert type(output) is torch.Tensor
     assert any(use.startswith(MATERIALIZED) for use in tensor.usage)
 
 
@@ -186,8 +184,8 @@ def test_every_attribute_is_that_of_the_whole_tensor(name):
         except Exception as error:
             return type(error)
 
-    found, expected = value(states()), value(states().materialize())
-    assert torch.equal(found + 0, expected) if isinstance(expected, torch.Tensor) else found == expected
+    attribute, expected = value(states()), value(states().materialize())
+    assert torch.equal(attribute + 0, expected) if isinstance(expected, torch.Tensor) else attribute == expected
 
 
 def test_a_materialized_tensor_is_one_memory_for_all_its_views():
@@ -212,6 +210,6 @@ def test_a_materialized_tensor_is_one_memory_for_all_its_views():
 def test_code_below_functions_of_torch_gets_a_whole_tensor():
     tensor = states()
     with torch._C.DisableTorchFunctionSubclass():
-        found = torch.add(tensor, 1), torch.zeros_like(tensor, dtype=torch.float64)
-    assert torch.equal(found[0], tensor.materialize() + 1)
-    assert found[1].shape == tensor.shape and found[1].dtype == torch.float64
+        outputs = torch.add(tensor, 1), torch.zeros_like(tensor, dtype=torch.float64)
+    assert torch.equal(outputs[0], tensor.materialize() + 1)
+    assert outputs[1].shape == tensor.shape and outputs[1].dtype == torch.float64

@@ -1,4 +1,4 @@
-"""fairseq's checkpoints load under torch's safe loader; what fairseq does not write is refused by name."""
+"""fairseq's checkpoints load under torch's safe loader; contents that fairseq does not write are refused by name."""
 
 import argparse
 import os
@@ -7,12 +7,9 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("fairseq")
-
-import numpy as np
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
 from fairseq.logging.meters import AverageMeter
@@ -25,7 +22,7 @@ pytestmark = pytest.mark.skipif(not SAFE_LOADER, reason="torch before 2.6 loads 
 
 
 def checkpoint(path: Path, **more: Any) -> str:
-    """A checkpoint in the form of fairseq 0.12, with `more` in it."""
+    """Writes a checkpoint in the form of fairseq 0.12, with `more` in it."""
     state = {
         "args": None,
         "cfg": {"model": argparse.Namespace(arch="transformer"), "task": {"_name": "translation"}},
@@ -42,13 +39,7 @@ class RunsCode:
         return os.mkdir, ("ran",)
 
 
-def meter_of_0_8() -> AverageMeter:
-    meter = AverageMeter()
-    meter.update(2.5)
-    return meter
-
-
-def test_the_mend_is_needed_and_works(tmp_path: Path) -> None:
+def test_checkpoints_load_only_with_fastgen(tmp_path):
     path = checkpoint(tmp_path / "model.pt")
     with fastgen.disabled(), pytest.raises(pickle.UnpicklingError):
         checkpoint_utils.load_checkpoint_to_cpu(path)
@@ -65,23 +56,25 @@ CONTENTS = {
 
 
 @pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
-def test_what_fairseq_itself_writes_loads_as_it_was(tmp_path: Path, content: dict[str, Any]) -> None:
+def test_contents_that_fairseq_writes_load_unchanged(tmp_path, content):
     path = checkpoint(tmp_path / "model.pt", task_state=content)
-    found = checkpoint_utils.load_checkpoint_to_cpu(path)["task_state"]
-    expected = torch.load(path, weights_only=False)["task_state"]  # made here
-    assert repr(found).partition(" object")[0] == repr(expected).partition(" object")[0]
+    state = checkpoint_utils.load_checkpoint_to_cpu(path)["task_state"]
+    expected = torch.load(path, weights_only=False)["task_state"]  # written by this test
+    assert repr(state).partition(" object")[0] == repr(expected).partition(" object")[0]
     if "dictionaries" in content:
-        assert found["dictionaries"][0].indices == Dictionary().indices
+        assert state["dictionaries"][0].indices == Dictionary().indices
 
 
-def test_the_meters_of_old_versions_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_meters_of_old_versions_load(tmp_path, monkeypatch):
+    meter = AverageMeter()
+    meter.update(2.5)
     monkeypatch.setattr(AverageMeter, "__module__", "fairseq.meters")
-    path = checkpoint(tmp_path / "model.pt", train_meters=OrderedDict(loss=meter_of_0_8()))
+    path = checkpoint(tmp_path / "model.pt", train_meters=OrderedDict(loss=meter))
     monkeypatch.undo()
     assert checkpoint_utils.load_checkpoint_to_cpu(path)["train_meters"]["loss"].avg == 2.5
 
 
-def test_a_configuration_kept_as_objects_loads(tmp_path: Path) -> None:
+def test_a_configuration_of_objects_loads(tmp_path):
     cfg = {"task": {"_name": "translation", "data": ["a", 1, 2.5, None, True]}, "model": {"_name": "transformer"}}
     path = checkpoint(tmp_path / "model.pt", cfg=OmegaConf.create(cfg))
     assert OmegaConf.to_container(checkpoint_utils.load_checkpoint_to_cpu(path)["cfg"]) == cfg
@@ -96,9 +89,7 @@ def test_a_configuration_kept_as_objects_loads(tmp_path: Path) -> None:
         (np.array(["text"]), "holds numpy.dtypes.StrDType,"),
     ],
 )
-def test_anything_else_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any, named: str
-) -> None:
+def test_other_contents_are_refused_by_name(tmp_path, monkeypatch, value, named):
     monkeypatch.chdir(tmp_path)
     path = checkpoint(tmp_path / "evil.pt", value=value)
     with pytest.raises(pickle.UnpicklingError) as raised:
@@ -108,7 +99,7 @@ def test_anything_else_is_refused_by_name(
     assert not (tmp_path / "ran").exists()
 
 
-def test_only_what_the_program_allowed_stays_allowed(tmp_path: Path) -> None:
+def test_classes_that_user_code_allowed_stay_allowed(tmp_path):
     path = checkpoint(tmp_path / "model.pt")
     before = set(torch.serialization.get_safe_globals())  # torch keeps them in no order
     checkpoint_utils.load_checkpoint_to_cpu(path)
@@ -118,7 +109,7 @@ def test_only_what_the_program_allowed_stays_allowed(tmp_path: Path) -> None:
         assert argparse.Namespace in torch.serialization.get_safe_globals()
 
 
-def test_a_file_that_is_no_checkpoint_says_so(tmp_path: Path) -> None:
+def test_a_file_that_is_no_checkpoint_has_an_error(tmp_path):
     path = tmp_path / "text.pt"
     path.write_text("not a checkpoint")
     with pytest.raises(pickle.UnpicklingError, match=r"text\.pt: "):

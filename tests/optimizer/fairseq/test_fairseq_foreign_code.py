@@ -1,6 +1,4 @@
-"""What users put into fairseq or replace there, before and between calls, does under fastgen what it did."""
-
-from __future__ import annotations
+"""User code put into fairseq, before and between calls, does under fastgen what it does without it."""
 
 import functools
 import types
@@ -10,16 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("fairseq")
-
 from fairseq import search, utils
 from fairseq.models.transformer import transformer_decoder
 from fairseq.modules import FairseqDropout, MultiheadAttention, transformer_layer
 from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
 from fairseq_generation import BEAMS, assert_same_hypotheses, compare, generate, run_both
 from fairseq_models import CASES, RECURRENT, Case, build, prompts, source_sample, translation, translation_task
-from parity import Both, capturing, replays
+from parity import Both
+from reports import capturing, replays
 from torch.nn import functional
 
 import fastgen
@@ -29,13 +25,13 @@ SAMPLING = pytest.mark.parametrize("options", [{}, {"sampling": True}], ids=("be
 
 
 @pytest.fixture(scope="module")
-def case() -> Case:
+def case():
     return CASES["transformer"]()
 
 
 @pytest.fixture
 def lenient():
-    """As users run it: an error of fastgen's own leaves the work to fairseq."""
+    """Lets an error of fastgen leave the work to fairseq, as for users, and checks that none did."""
     with configured(strict=False):
         yield
     states = {state.state for state in fastgen.status() if state.group == "fairseq.generation"}
@@ -43,7 +39,7 @@ def lenient():
 
 
 def prepared(case: Case, prepare: Callable[[Any], Any], inference: dict | None = None, **options: Any) -> Callable:
-    """A call with a generator that a program has prepared."""
+    """Returns a call with a generator that user code has prepared."""
 
     def call() -> list:
         generator = case.task.build_generator(case.models, Namespace(**BEAMS | options))
@@ -60,15 +56,15 @@ def same(case: Case, prepare: Callable[[Any], Any] = lambda generator: None, **o
 
 
 @pytest.mark.parametrize("name", ("transformer", "bart"))
-def test_hooks_of_the_user_see_what_they_saw(name):
+def test_hooks_of_the_user_see_the_same_states(name):
     case, seen = CASES[name](), []
     layer = case.models[0].decoder.layers[1]
     layer.register_forward_hook(lambda module, args, output: seen.append((args[0].shape, output[0].detach().clone())))
     same(case, inference=case.inference)
     stock, fast = seen[: len(seen) // 2], seen[len(seen) // 2 :]
     assert [shape for shape, _ in stock] == [shape for shape, _ in fast] and len(stock) > 5
-    for (_, one), (_, other) in zip(stock, fast, strict=True):
-        torch.testing.assert_close(other, one, atol=1e-4, rtol=1e-4)
+    for (_, expected), (_, output) in zip(stock, fast, strict=True):
+        torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
 
 
 class ScaledAttention(MultiheadAttention):
@@ -77,7 +73,7 @@ class ScaledAttention(MultiheadAttention):
 
 
 class OwnFeatures(transformer_decoder.TransformerDecoder):
-    """Does something else from the thirteenth token on, which a graph would not see."""
+    """A decoder that changes from the thirteenth token on, which a graph would not see."""
 
     def extract_features(self, tokens, *args, **kwargs):
         features, extra = super().extract_features(tokens, *args, **kwargs)
@@ -117,7 +113,7 @@ def test_classes_of_the_user_keep_their_methods(name, place, own):
 
 
 def counted(owner: Any, name: str, seen: list) -> Any:
-    """What the function of this name does, while it notes the shapes that it gets."""
+    """Returns this function, which now notes the shapes of its arguments."""
     original = getattr(owner, name)
 
     def call(*args, **kwargs):
@@ -127,15 +123,15 @@ def counted(owner: Any, name: str, seen: list) -> Any:
     return call
 
 
-def of_generator(path: str) -> Callable[[Any], Any]:
+def in_generator(path: str) -> Callable[[Any], Any]:
     return lambda generator: functools.reduce(getattr, path.split("."), generator) if path else generator
 
 
 COUNTED = {  # the case, where the method is, its name
-    "prefix tokens of one generator": ("transformer", of_generator(""), "_prefix_tokens"),
+    "prefix tokens of one generator": ("transformer", in_generator(""), "_prefix_tokens"),
     "states of the ensemble": ("transformer", EnsembleModel, "reorder_incremental_state"),
     "outputs of the encoder": ("transformer", EnsembleModel, "reorder_encoder_out"),
-    "a step of one search": ("transformer_lm", of_generator("search"), "step"),
+    "a step of one search": ("transformer_lm", in_generator("search"), "step"),
     "steps of all searches": ("transformer_lm", search.BeamSearch, "step"),
     "hypotheses of all generators": ("transformer", SequenceGenerator, "finalize_hypos"),
     "the decoder, with all rows": ("transformer", transformer_decoder.TransformerDecoderBase, "extract_features"),
@@ -144,7 +140,7 @@ COUNTED = {  # the case, where the method is, its name
 
 
 @pytest.mark.parametrize("what", COUNTED)
-def test_what_the_program_replaces_is_called_as_often(what, monkeypatch):
+def test_functions_that_user_code_replaces_are_called_alike(what, monkeypatch):
     name, owner, method = COUNTED[what]
     case, seen, options = CASES[name](), [], {}
     is_of_generator = isinstance(owner, types.FunctionType)
@@ -179,7 +175,7 @@ def scaled(original: Any) -> Any:
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_code_that_the_program_has_put_into_fairseq(monkeypatch, owner, name):
+def test_user_code_in_modules_of_fairseq_is_called(monkeypatch, owner, name):
     case, original = CASES["transformer"](), getattr(owner, name)
     with capturing():
         generate(case)
@@ -197,7 +193,7 @@ def test_code_that_the_program_has_put_into_fairseq(monkeypatch, owner, name):
 
 @SAMPLING
 @pytest.mark.parametrize("order", (1, -1))
-def test_an_ensemble_with_a_model_that_is_not_known(order, options):
+def test_an_ensemble_with_another_model_is_left_alone(order, options):
     task = translation_task()
     models = [build("transformer", task, 3, 1.5), build("lstm", task, 3, 1.5, **RECURRENT)]
     case = Case(models[::order], task, source_sample(task, lengths=[6, 3, 9]))
@@ -206,7 +202,7 @@ def test_an_ensemble_with_a_model_that_is_not_known(order, options):
 
 @SAMPLING
 @pytest.mark.parametrize("part", ("dropout", "decoder"))
-def test_dropout_switched_on_after_the_generator_was_built(part, options):
+def test_dropout_switched_on_in_a_generator_counts(part, options):
     case = translation("transformer", [122], 1.5, dropout=0.3, attention_dropout=0.3)
 
     def train(generator):
@@ -220,21 +216,21 @@ def test_dropout_switched_on_after_the_generator_was_built(part, options):
 
 
 @SAMPLING
-def test_layers_dropped_in_training_always_draw_numbers(options):
+def test_layerdrop_is_left_to_fairseq(options):
     compare(translation("transformer", [122], 1.5, decoder_layerdrop=0.2), accelerated=False, **options)
 
 
-def test_rows_that_have_ended_do_not_move_the_draws_of_others():
+def test_finished_rows_do_not_change_the_draws_of_others():
     case = CASES["transformer_align"]()
     options = {"no_repeat_ngram_size": 3, "sampling": True, "sampling_topp": 0.99, "beam": 6, "max_len_a": 1.0}
     compare(case, source_sample(case.task, [1], 633950), **options)
 
 
-# Errors: the program's own come through once, and the next call works.
+# Errors of user code are raised once, and the next call works.
 
 
 class Fails(search.Sampling):
-    """From its fifth step on it raises an error, or has no answer."""
+    """A search that raises an error, or returns None, from its fifth step on."""
 
     def __init__(self, dictionary: Any, answer: Any) -> None:
         super().__init__(dictionary)
@@ -250,7 +246,7 @@ class Fails(search.Sampling):
 
 
 @pytest.mark.parametrize("answer", (ValueError("budget"), None), ids=("an error", "no answer"))
-def test_a_failing_search_of_the_program_is_called_once_a_step(answer, lenient):
+def test_a_failing_search_is_called_once_a_step(answer, lenient):
     case, searches = CASES["transformer"](), []
 
     def run():
@@ -260,11 +256,11 @@ def test_a_failing_search_of_the_program_is_called_once_a_step(answer, lenient):
         return str(error.value), torch.rand(1).item()
 
     both = run_both(run)
-    assert both.stock == both.fast and [one.steps for one in searches] == 2 * [[*range(5)]]
+    assert both.stock == both.fast and [search.steps for search in searches] == 2 * [[*range(5)]]
     compare(case)
 
 
-def test_switched_off_on_the_way_fairseq_draws_the_same_numbers(lenient):
+def test_fairseq_draws_the_same_if_fastgen_is_disabled(lenient):
     case = CASES["transformer"]()
 
     class SwitchesOff(search.Sampling):

@@ -1,6 +1,4 @@
-"""Every kind of fairseq model generates under fastgen what the unpatched fairseq generates."""
-
-from __future__ import annotations
+"""Every kind of fairseq model has under fastgen the hypotheses of unpatched fairseq."""
 
 import copy
 from argparse import Namespace
@@ -8,12 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
+import fairseq
 import pytest
 import torch
-
-pytest.importorskip("fairseq")
-
-import fairseq
 from fairseq.sequence_generator import EnsembleModel
 from fairseq_generation import (
     BEAMS,
@@ -27,14 +22,14 @@ from fairseq_generation import (
 )
 from fairseq_models import CASES, Case, iterative, pair_sample, prompts, source_sample, translation
 from packaging.version import Version
-from parity import capturing, replays
+from reports import capturing, replays
 
 import fastgen
 from fastgen.optimizer.decoding.report import Report
 
-# The cases are lively by their seeds (fairseq_models.py). fairseq before 0.12.3 has weights in other tensors, and draws
-# others: what is compared is equal there, but claims about the cases do not hold. Each test makes its own: upstream's
-# BART keeps the last beam width above 1, and then reads wrong keys with one beam, or stops.
+# The cases are lively by their seeds (fairseq_models.py). fairseq before 0.12.3 draws other weights: comparisons hold
+# there, but claims about the cases do not. Each test builds its own: upstream's BART remembers the last beam width
+# above 1, and then reads wrong keys with one beam, or stops.
 IS_LIVELY = Version(fairseq.__version__) >= Version("0.12.3")
 claims_about_cases = pytest.mark.skipif(not IS_LIVELY, reason="fairseq before 0.12.3: other weights from the same seed")
 
@@ -48,14 +43,14 @@ MODES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mode", MODES)
-def test_every_model_generates_the_same(name, mode):
-    """In eager steps, and in captured ones where fastgen knows the model."""
+def test_every_fairseq_model_generates_the_same(name, mode):
+    """Compares eager steps, and captured ones of models that fastgen knows."""
     both = compare(CASES[name](), **MODES[mode])
     with capturing():
         report = compare(CASES[name](), **MODES[mode]).report
     assert not replays(report) or (CASES[name]().accelerated and name != "ensemble")
-    found = {tuple(hypothesis["tokens"].tolist()) for sentence in both.fast for hypothesis in sentence}
-    assert len(found) >= 3 or not IS_LIVELY
+    outputs = {tuple(hypothesis["tokens"].tolist()) for sentence in both.fast for hypothesis in sentence}
+    assert len(outputs) >= 3 or not IS_LIVELY
 
 
 CACHED = [name for name in CASES if name not in ("fconv", "lightconv")]
@@ -64,15 +59,15 @@ CACHED = [name for name in CASES if name not in ("fconv", "lightconv")]
 @claims_about_cases
 @pytest.mark.parametrize("name", CACHED)
 @pytest.mark.parametrize("what", ("beam", "sentence"))
-def test_comparison_notices_states_that_are_not_their_own(name, what):
-    """A claim about these models and the comparison: states of another beam or sentence change what is returned."""
+def test_the_comparison_notices_states_of_other_rows(name, what):
+    """States of another beam or sentence change the hypotheses of these models."""
     reorder, beam = EnsembleModel.reorder_incremental_state, BEAMS["beam"]
 
     def reordered(self: EnsembleModel, incremental_states: Any, new_order: torch.Tensor) -> None:
-        if what == "beam":  # each row keeps the state of its own
+        if what == "beam":  # each row keeps its own state
             first = new_order.view(-1, beam).div(beam, rounding_mode="floor")[:, :1] * beam
             new_order = (first + torch.arange(beam)).view(-1)
-        elif len(new_order) <= beam * 3:  # each sentence gets that of another as soon as one is dropped
+        elif len(new_order) <= beam * 3:  # each sentence gets another's as soon as one is dropped
             new_order = new_order.view(-1, beam).roll(1, dims=0).view(-1)
         reorder(self, incremental_states, new_order)
 
@@ -83,17 +78,16 @@ def test_comparison_notices_states_that_are_not_their_own(name, what):
 
 
 @pytest.mark.parametrize("name", ("transformer", "bart", "transformer_lm", "lstm"))
-def test_calls_in_a_row_with_other_batches(name):
-    """One generator for all batches, as `fairseq-generate` has it."""
+def test_one_generator_serves_batches_of_any_shape(name):
     case = CASES[name]()
     batches = [case.sample] + [sample_of(case, *some) for some in ((3,), (8, 8, 8), (1, 12, 4, 2, 5, 5, 9), (1,))]
 
     def call() -> list[tuple[Hypotheses, Report | None]]:
-        generator, found = case.task.build_generator(case.models, Namespace(**BEAMS)), []
+        generator, results = case.task.build_generator(case.models, Namespace(**BEAMS)), []
         for sample in batches:
             hypotheses = case.task.inference_step(generator, case.models, sample, **first_tokens(case, sample))
-            found.append((hypotheses, fastgen.explain()))
-        return found
+            results.append((hypotheses, fastgen.explain()))
+        return results
 
     both = run_both(call)
     for (stock, _), (fast, report) in zip(both.stock, both.fast, strict=True):
@@ -102,7 +96,7 @@ def test_calls_in_a_row_with_other_batches(name):
 
 
 def sample_of(case: Case, *some: int) -> dict[str, Any]:
-    """A batch of sentences with these numbers of words, of the case's kind."""
+    """Returns a batch of sentences with so many words each, of the case's kind."""
     if "src_tokens" in case.sample["net_input"] and case.task.__class__.__name__ == "LanguageModelingTask":
         return prompts(case.task.dictionary, some, seed=sum(some))
     if case.inference:
@@ -140,7 +134,7 @@ def test_weights_that_change_between_calls_are_read_again(name, captures):
 
 
 @pytest.mark.parametrize("name", ("transformer", "bart", "lstm", "transformer_lm"))
-def test_model_that_was_training_is_evaluated(name):
+def test_a_model_in_training_mode_is_evaluated(name):
     case, expected = CASES[name](), CASES[name]()
     case.models[0].train()
     both = compare(case)
@@ -150,8 +144,8 @@ def test_model_that_was_training_is_evaluated(name):
 
 
 @pytest.mark.parametrize("name", ("transformer", "bart", "ensemble"))
-def test_models_are_left_as_they_were(name):
-    """Weights and mode; what else upstream changes in them (BART's beam width), fastgen may change, too."""
+def test_models_keep_their_weights_and_classes(name):
+    """Other things that upstream changes in them, BART's beam width, fastgen may change, too."""
     case = CASES[name]()
     before = copy.deepcopy([model.state_dict() for model in case.models])
     compare(case)
@@ -163,7 +157,7 @@ def test_models_are_left_as_they_were(name):
 
 
 @pytest.mark.parametrize("several", ("models", "batches"))
-def test_threads_generate_at_the_same_time(several):
+def test_threads_of_fairseq_generate_at_the_same_time(several):
     if several == "models":
         cases = [CASES[name]() for name in ("transformer", "bart", "transformer_lm", "ensemble")]
         calls = [(case, case.sample) for case in cases]
@@ -174,14 +168,14 @@ def test_threads_generate_at_the_same_time(several):
         expected = [generate(*call) for call in calls]
     with ThreadPoolExecutor(len(calls)) as pool:
         for _ in range(3 if several == "models" else 1):
-            found = pool.map(lambda call: (generate(*call), fastgen.explain()), calls)
-            for stock, (case, _), (fast, report) in zip(expected, calls, found, strict=True):
+            results = pool.map(lambda call: (generate(*call), fastgen.explain()), calls)
+            for stock, (case, _), (fast, report) in zip(expected, calls, results, strict=True):
                 assert_same_hypotheses(stock, fast)
                 assert_accelerated(report, case.accelerated)
 
 
 @pytest.mark.parametrize("absent", ("id", "src_lengths", "prev_output_tokens"))
-def test_samples_without_optional_parts(absent):
+def test_samples_may_lack_optional_parts(absent):
     """Without lengths upstream's BART stops with an error; the Transformer counts tokens itself."""
     case = CASES["transformer"]()
     sample = copy.deepcopy(case.sample)
@@ -198,7 +192,7 @@ def test_few_positions_limit_the_length():
 
 
 @pytest.mark.parametrize("name", ("transformer", "bart"))
-def test_fairseq_in_double_precision(name):
+def test_fairseq_models_in_double_precision_are_the_same(name):
     case = CASES[name]()
     for model in case.models:
         model.double()
@@ -207,7 +201,7 @@ def test_fairseq_in_double_precision(name):
 
 @pytest.mark.parametrize("option", ({}, {"retain_iter_history": True}, {"iter_decode_with_beam": 3}))
 def test_iterative_refinement_is_left_alone(option):
-    """Of what is no SequenceGenerator fastgen knows and reports nothing."""
+    """Generators that are no SequenceGenerator have no report."""
     case = iterative(4, 1.0)
     both = run_both(lambda: generate(case, iter_decode_max_iter=4, **option))
     assert_same_hypotheses(both.stock, both.fast)

@@ -1,6 +1,4 @@
-"""No fairseq, or one that Python cannot import: one line says how to install one that works, without torchaudio."""
-
-from __future__ import annotations
+"""Without a fairseq that Python can import, one line says how to install one, without torchaudio."""
 
 import re
 from importlib import metadata
@@ -27,7 +25,7 @@ def old_fairseq(tmp_path):
     return tmp_path
 
 
-def test_a_program_gets_the_line_and_its_error(old_fairseq):
+def test_user_code_gets_the_line_and_its_error(old_fairseq):
     done = run_python("-c", "import fastgen, fairseq", path=old_fairseq)
     assert done.returncode == 1
     assert done.stderr.count(LINE) == 1
@@ -41,7 +39,7 @@ def test_other_errors_get_no_line(old_fairseq):
 
 
 @pytest.mark.parametrize("command", ["generate", "eval_lm"])
-def test_the_commands_say_it_in_one_line(command, old_fairseq):
+def test_the_commands_print_one_line(command, old_fairseq):
     code = f"import sys; from fastgen.cli.fairseq.command import {command}; sys.exit({command}())"
     done = run_python("-c", code, path=old_fairseq)
     assert done.returncode == 2
@@ -73,14 +71,14 @@ def test_without_fairseq_commands_name_a_way_without_torchaudio(command, minor, 
     assert f"error: needs the package fairseq: {line}" in done.stderr and "torchaudio" not in done.stderr
 
 
-def test_the_line_names_what_fairseq_needs_besides_torchaudio():
+def test_the_line_names_all_requirements_but_torchaudio():
     pytest.importorskip("fairseq")
     names = {re.split(r"[^\w-]", line)[0] for line in metadata.requires("ve-fairseq") if "extra ==" not in line}
     named = set(re.findall(r"[\w-]+", how_to_install()))
     assert names - {"torch", "torchaudio", "tqdm", "packaging"} <= named  # transformers brings the last two
 
 
-def test_a_fairseq_that_works_is_loaded_as_ever():
+def test_a_fairseq_that_works_has_its_usual_loader():
     pytest.importorskip("fairseq")
     code = "import fastgen, fairseq; print(type(fairseq.__loader__).__name__, type(fairseq.__spec__.loader).__name__)"
     loaders = run_python("-c", code).stdout.split()

@@ -1,6 +1,4 @@
-"""The decoding loop for fairseq: what it reads and computes, and what it leaves to fairseq, with the reasons."""
-
-from __future__ import annotations
+"""The decoding loop for fairseq: its reads of the device, its forwards, and the calls that it leaves to fairseq."""
 
 import sys
 from argparse import Namespace
@@ -9,9 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-
-pytest.importorskip("fairseq")
-
 from fairseq.modules import MultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq_generation import BEAMS, assert_same_hypotheses, compare, generate, run_both
@@ -32,27 +27,27 @@ class HostReads(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.reads: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         indices = args[1] if name in ("index", "index_put", "index_put_") else ()
         by_mask = any(index is not None and index.dtype == torch.bool for index in indices)
         if name in self._READING or by_mask:
-            self.found.append(name)
+            self.reads.append(name)
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", ("pre-norm, learned positions", "bart"))
 def test_each_step_reads_the_device_once(name):
-    """Which candidates have ended; nothing else, from the second step on, waits for what was computed."""
+    """From the second step on, the host waits only for the flags of candidates that have ended."""
     case, reads = CASES[name](), []
 
     def counted(function, self, proposed, *args):
         """Choosing gets the number of the step, extending what was proposed in it."""
         with HostReads() as mode:
             result = function(self, proposed, *args)
-        reads.extend(mode.found if getattr(proposed, "step", proposed) > 0 else ())
+        reads.extend(mode.reads if getattr(proposed, "step", proposed) > 0 else ())
         return result
 
     beams = replaced("choose beams, fairseq", counted), replaced("extend beams, fairseq", counted)
@@ -62,11 +57,11 @@ def test_each_step_reads_the_device_once(name):
     assert len(flags) > 5 and all(read.args[0].flags.dim() == 2 for read in flags)
     with fastgen.disabled(), HostReads() as mode:
         generate(case)
-    assert len(mode.found) > 3 * len(flags), "a claim about the count: upstream waits several times in each step"
+    assert len(mode.reads) > 3 * len(flags), "upstream waits several times in each step"
 
 
 def test_no_step_asks_whether_tokens_are_padding():
-    """That read would wait for the device in every step."""
+    """Such a read would wait for the device in every step."""
     reads = []
     original = torch.Tensor.any
 
@@ -84,14 +79,14 @@ def test_no_step_asks_whether_tokens_are_padding():
     assert ours <= 3 < len(reads)
 
 
-def test_prompt_is_fed_by_steps_where_a_layer_is_left_to_fairseq():
+def test_a_prompt_is_fed_by_steps_if_a_layer_is_fairseqs():
     case = CASES["transformer_lm"]()
     case.models[0].decoder.layers[1].self_attn.skip_embed_dim_check = True
     both = compare(case)
     assert not any("prompt" in item for item in both.report.shared) and both.report.shared
 
 
-def test_prompt_is_computed_in_one_pass():
+def test_a_prompt_is_computed_in_one_pass():
     """The decoder gets the whole common prompt once, with one row per input, and then one step after the other."""
     case, shapes = CASES["transformer_lm"](), []
     sample = prompts(case.task.dictionary, (6, 6, 6))
@@ -102,7 +97,7 @@ def test_prompt_is_computed_in_one_pass():
         shapes.append((tuple(tokens.shape), kwargs.get("incremental_state") is not None))
         return original(self, tokens, *args, **kwargs)
 
-    # As if it were fairseq's: code of the program would see each step.
+    # Named like a function of fairseq: user code would see each step.
     names = {"__name__": "fairseq.watched", "shapes": shapes, "original": original}
     watched = FunctionType(watched.__code__, names, closure=watched.__closure__)
     with mock.patch("fastgen.optimizer.fairseq.checks.TransformerDecoderBase.forward", watched):
@@ -128,14 +123,14 @@ def test_encoder_attention_inside_a_generation_is_not_torchs(masked):
     with mock.patch.object(functional, "multi_head_attention_forward", side_effect=LookupError):
         with generate_call("test") as running:
             running.is_accelerated = True
-            found, weights = call()
+            attended, weights = call()
         with pytest.raises(LookupError):
             call()
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(attended, expected, atol=1e-5, rtol=1e-5)
     assert weights is None
 
 
-def test_encoder_output_is_never_repeated():
+def test_the_encoder_output_is_never_repeated():
     case = CASES["transformer"]()
     names = set()
     sys.setprofile(lambda frame, *_: names.add(frame.f_code.co_name))
@@ -146,32 +141,19 @@ def test_encoder_output_is_never_repeated():
     assert "forward_encoder" in names and "reorder_encoder_out" not in names
 
 
-def refusing(name: str, change) -> tuple:
-    case = CASES[name]()
-    generator = case.task.build_generator(case.models, Namespace(**BEAMS))
-    arguments = change(case, generator) or {}
-
-    def call() -> list:
-        return generator.generate(case.models, case.sample, **arguments)
-
-    return call
-
-
 class Finalizes(SequenceGenerator):
     def finalize_hypos(self, *args, **kwargs):
         return super().finalize_hypos(*args, **kwargs)
-
-
-def drop_out(case, generator) -> None:
-    case.models[0].decoder.dropout_module.apply_during_inference = True
 
 
 LEFT_ALONE = {
     "Finalizes.finalize_hypos is not that of SequenceGenerator": lambda case, generator: setattr(
         generator, "__class__", Finalizes
     ),
-    "is in training mode": lambda case, generator: case.models[0].train() and None,
-    "dropout stays on during inference": drop_out,
+    "is in training mode": lambda case, generator: case.models[0].train(),
+    "dropout stays on during inference": lambda case, generator: setattr(
+        case.models[0].decoder.dropout_module, "apply_during_inference", True
+    ),
     "layers of the decoder are used more than once": lambda case, generator: setattr(
         case.models[0].decoder, "layers", torch.nn.ModuleList([case.models[0].decoder.layers[0]] * 2)
     ),
@@ -179,8 +161,11 @@ LEFT_ALONE = {
 
 
 @pytest.mark.parametrize("reason", LEFT_ALONE)
-def test_what_is_left_to_fairseq_says_why(reason):
-    both = run_both(refusing("transformer", LEFT_ALONE[reason]))
+def test_calls_left_to_fairseq_have_a_reason(reason):
+    case = CASES["transformer"]()
+    generator = case.task.build_generator(case.models, Namespace(**BEAMS))
+    LEFT_ALONE[reason](case, generator)
+    both = run_both(lambda: generator.generate(case.models, case.sample))
     assert_same_hypotheses(both.stock, both.fast)
     assert any(reason in fallback for fallback in both.report.fallbacks), both.report
     assert not both.report.shared
@@ -207,10 +192,10 @@ print(report.shared, report.fallbacks)
 """
 
 
-def test_after_an_error_of_fastgens_own_nothing_was_shared():
-    """In a process of its own: fairseq does the work again, there and in all later calls."""
-    told = run_code(FAILS, path=REPOSITORY / "tests" / "helpers").splitlines()[-1]
-    assert told.startswith("[] ['decoding loop: TypeError: of the loop', 'patches: fairseq.generation is switched off")
+def test_after_an_error_of_fastgen_nothing_was_shared():
+    """fairseq does the work again, and in all later calls; seen in a process of its own."""
+    last = run_code(FAILS, path=REPOSITORY / "tests" / "helpers").splitlines()[-1]
+    assert last.startswith("[] ['decoding loop: TypeError: of the loop', 'patches: fairseq.generation is switched off")
 
 
 def test_explain_tells_what_was_shared():

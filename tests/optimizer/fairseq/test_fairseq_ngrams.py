@@ -1,12 +1,7 @@
-"""n-gram blocking in fairseq: what its CUDA kernel does, on every device; scripted generators stay as they are."""
-
-from __future__ import annotations
+"""n-gram blocking in fairseq works on every device like its CUDA kernel; scripted generators stay as they are."""
 
 import pytest
 import torch
-
-pytest.importorskip("fairseq")
-
 from fairseq import ngram_repeat_block as blocking
 from fairseq_generation import BlockingFromDefinition
 
@@ -16,7 +11,7 @@ PAD, EOS, VOCABULARY = 1, 2, 11
 
 
 def tokens_and_scores(bsz: int, beam_size: int, step: int, seed: int = 0, width: int = 12):
-    """As in fairseq's generator: EOS, `step` tokens, padding to the buffer's width."""
+    """Returns scores, and tokens like those of fairseq's generator: EOS, `step` tokens, padding."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.full((bsz * beam_size, width), PAD)
     tokens[:, 0] = EOS
@@ -31,9 +26,8 @@ def test_ngrams_are_blocked_on_the_cpu(ngram_size):
     for step in range(11):
         tokens, lprobs = tokens_and_scores(3, 2, step, seed=step)
         expected = BlockingFromDefinition(ngram_size)(tokens, lprobs.clone(), 3, 2, step)
-        found = block(tokens, lprobs, 3, 2, step)
-        assert found is lprobs and torch.equal(found, expected)
-        blocked += int(found.isinf().sum())
+        assert block(tokens, lprobs, 3, 2, step) is lprobs and torch.equal(lprobs, expected)
+        blocked += int(lprobs.isinf().sum())
     assert blocked > 10
 
 
@@ -53,7 +47,7 @@ def test_wrong_sizes_are_refused_as_the_library_does():
 
 
 @pytest.mark.parametrize("with_fastgen", [True, False])
-def test_a_scripted_block_is_the_library_s_own(with_fastgen):
+def test_a_scripted_block_is_the_librarys_own(with_fastgen):
     """Its graph must run in a process without fastgen."""
     block = blocking.NGramRepeatBlock(2)
     if with_fastgen:

@@ -1,6 +1,4 @@
-"""Every option of fairseq's generators gives under fastgen what it gives with the unpatched fairseq."""
-
-from __future__ import annotations
+"""Every option of fairseq's generators has under fastgen the hypotheses of unpatched fairseq."""
 
 import copy
 from argparse import Namespace
@@ -8,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("fairseq")
-
 from fairseq import search
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.token_generation_constraints import pack_constraints
@@ -27,7 +22,7 @@ from fairseq_generation import (
     token_lists,
 )
 from fairseq_models import CASES, Case, language_model, source_sample
-from parity import capturing, replays
+from reports import capturing, replays
 
 import fastgen
 
@@ -61,8 +56,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("option", OPTIONS)
-def test_option_gives_the_same(name, option):
-    """In eager steps and, where fairseq's outputs are long enough, in replayed ones."""
+def test_an_option_gives_the_same_hypotheses(name, option):
+    """Compares eager steps and, if outputs are long enough, replayed ones."""
     compare(CASES[name](), **OPTIONS[option])
     if name in ("transformer", "bart", "transformer_lm"):
         is_short = option in ("max_len_a", "short", "nearly all words")
@@ -72,8 +67,8 @@ def test_option_gives_the_same(name, option):
 
 
 @pytest.mark.parametrize("option", [name for name in OPTIONS if name != "unkpen"])
-def test_option_has_an_effect(option):
-    """A claim about the cases: ignoring an option would change outputs. `unkpen` keeps from them what none has."""
+def test_an_option_has_an_effect_on_a_case(option):
+    """Ignoring an option would change outputs; `unkpen` penalises a word that no output has."""
     effects = []
     with fastgen.disabled():
         for name in NAMES:
@@ -84,7 +79,7 @@ def test_option_has_an_effect(option):
 
 
 @pytest.mark.parametrize("name", ("transformer", "bart", "ensemble"))
-def test_match_source_len(name):
+def test_outputs_may_match_the_source_length(name):
     """Each output is as long as its source; upstream scores those that are not with minus infinity."""
     both = compare(CASES[name](), match_source_len=True)
     assert len({length for row in lengths(both.fast) for length in row}) > 2
@@ -92,26 +87,26 @@ def test_match_source_len(name):
 
 @pytest.mark.parametrize("name", ("transformer", "bart", "transformer_align", "ensemble"))
 @pytest.mark.parametrize("kind", ("hard", "soft"))
-def test_alignments(name, kind):
+def test_alignments_are_those_of_fairseq(name, kind):
     both = compare(CASES[name](), print_alignment=kind)
     if name != "bart":
         assert all(len(hypothesis["alignment"]) for row in both.fast for hypothesis in row)
 
 
-def test_alignment_with_full_context():
+def test_alignments_with_full_context_are_the_same():
     """transformer_align may run the decoder once more over the whole output."""
     case = CASES["transformer_align"]()
     case.models[0].full_context_alignment = True
     compare(case, print_alignment="hard")
 
 
-# With a prefix and more beams upstream's search keeps sentences that cannot end, and stops with an AssertionError.
+# With a prefix and more beams upstream's search holds sentences that cannot end, and stops with an AssertionError.
 CONSTRAINED = {"transformer": 10, "ensemble": 10, "bart": 4}
 
 
 @pytest.mark.parametrize("order", ("ordered", "unordered"))
 @pytest.mark.parametrize("name, beam", [(name, beam) for name, wide in CONSTRAINED.items() for beam in (3, wide)])
-def test_lexical_constraints(name, order, beam):
+def test_lexical_constraints_are_in_the_outputs(name, order, beam):
     """The first sentence has two constraints of one and of two words, the second none, the last one of three words."""
     case = CASES[name]()
     wanted = [[[7], [9, 12]], [], [[20]], [[11]], [[30, 31, 32]]]
@@ -133,7 +128,7 @@ PREFIXES = {
 @pytest.mark.parametrize("name", ("transformer", "bart", "ensemble", "transformer_lm", "lstm"))
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize("mode", ({}, {"sampling": True}, {"min_len": 7}), ids=("beams", "samples", "min_len"))
-def test_prefix_tokens(name, prefix, mode):
+def test_outputs_begin_with_their_prefix_tokens(name, prefix, mode):
     """1 pads, 2 ends a sentence."""
     tokens = torch.tensor(PREFIXES[prefix])
     both = compare(CASES[name](), inference={"prefix_tokens": tokens}, **mode)
@@ -143,14 +138,14 @@ def test_prefix_tokens(name, prefix, mode):
 
 
 @pytest.mark.parametrize("longest", (2, 4, 5))
-def test_prefix_as_long_as_the_output(longest):
+def test_a_prefix_may_be_as_long_as_the_output(longest):
     tokens = torch.arange(5, 25).view(5, 4)
     compare(CASES["transformer"](), max_len_b=longest, inference={"prefix_tokens": tokens})
 
 
 @pytest.mark.parametrize("name", ("transformer", "bart", "ensemble"))
 @pytest.mark.parametrize("weight", (0.3, 1.0))
-def test_language_model_fusion(name, weight):
+def test_fusion_with_a_language_model_is_the_same(name, weight):
     case, extra = CASES[name](), {"lm_model": language_model(18, 1.5).models[0], "lm_weight": weight}
 
     def call() -> list:
@@ -164,8 +159,8 @@ def test_language_model_fusion(name, weight):
 
 
 @pytest.mark.parametrize("name", ("transformer", "bart", "ensemble"))
-def test_allowed_tokens(name):
-    """The function of the user is called with the same sentences and words in the same order."""
+def test_the_function_of_allowed_tokens_is_called_alike(name):
+    """It sees the same sentences and words in the same order."""
     calls: list[tuple[int, list[int]]] = []
 
     def allowed(batch: int, words: torch.Tensor) -> list[int]:
@@ -185,7 +180,7 @@ def test_allowed_tokens(name):
 @pytest.mark.parametrize("name", ("transformer", "bart", "ensemble", "transformer_lm", "lstm", "fconv"))
 @pytest.mark.parametrize("size", (2, 3))
 @pytest.mark.parametrize("mode", ({}, {"sampling": True, "temperature": 3.0}), ids=("beams", "samples"))
-def test_no_repeat_ngram_size(name, size, mode):
+def test_no_ngram_is_repeated_in_an_output(name, size, mode):
     options = {"no_repeat_ngram_size": size, "min_len": 12, "beam": 4} | mode
     both = compare(CASES[name](), **options)
     for row in both.fast:
@@ -195,7 +190,7 @@ def test_no_repeat_ngram_size(name, size, mode):
             assert len(grams) == len(set(grams))
 
 
-def test_sampling_goes_on_if_an_ended_row_has_nothing_to_draw():
+def test_a_finished_row_without_tokens_does_not_stop_sampling():
     """After the end of a sentence these models are sure of another one, which is a repeated 2-gram."""
     options = {"sampling": True, "no_repeat_ngram_size": 2, "min_len": 12, "beam": 4}
     case = CASES["bart"]()
@@ -205,11 +200,11 @@ def test_sampling_goes_on_if_an_ended_row_has_nothing_to_draw():
     torch.manual_seed(7)
     hypotheses = generate(case, **options)
     assert_accelerated(fastgen.explain(), True)
-    assert all(torch.isfinite(one["score"]) for sentence in hypotheses for one in sentence)
+    assert all(torch.isfinite(item["score"]) for sentence in hypotheses for item in sentence)
 
 
 def hypotheses_of(case: Case, bos_token: int | None = None, **arguments: Any) -> Hypotheses:
-    """What a `SequenceGenerator` of a program gives with and without fastgen."""
+    """Compares a `SequenceGenerator` of user code with and without fastgen; returns the hypotheses."""
 
     def call() -> list:
         generator = SequenceGenerator(case.models, case.task.target_dictionary, 3, **{"max_len_b": 12} | arguments)
@@ -221,28 +216,28 @@ def hypotheses_of(case: Case, bos_token: int | None = None, **arguments: Any) ->
 
 
 @pytest.mark.parametrize("name", ("transformer", "bart", "transformer_lm"))
-def test_end_and_first_token_of_the_user(name):
+def test_the_user_may_choose_the_first_and_last_token(name):
     """Another word ends sentences, and another one begins them."""
-    found = hypotheses_of(CASES[name](), bos_token=14, eos=9)
-    assert all(hypothesis["tokens"][-1] == 9 for row in found for hypothesis in row)
+    hypotheses = hypotheses_of(CASES[name](), bos_token=14, eos=9)
+    assert all(hypothesis["tokens"][-1] == 9 for row in hypotheses for hypothesis in row)
 
 
-def test_tokens_that_are_suppressed():
+def test_suppressed_tokens_are_in_no_output():
     case = CASES["transformer"]()
     with fastgen.disabled():
         usual = {word for row in token_lists(generate(case)) for words in row for word in words} - {2}
     banned = sorted(usual)[:4]
     names = [case.task.target_dictionary[index] for index in banned]
-    found = hypotheses_of(case, tokens_to_suppress=names)
-    assert not {word for row in token_lists(found) for words in row for word in words} & set(banned)
+    hypotheses = hypotheses_of(case, tokens_to_suppress=names)
+    assert not {word for row in token_lists(hypotheses) for words in row for word in words} & set(banned)
 
 
 def test_max_len_of_the_generator_limits_all_others():
-    found = hypotheses_of(CASES["transformer"](), max_len_b=30, max_len=6)
-    assert max(length for row in lengths(found) for length in row) == 6
+    hypotheses = hypotheses_of(CASES["transformer"](), max_len_b=30, max_len=6)
+    assert max(length for row in lengths(hypotheses) for length in row) == 6
 
 
-def test_length_constrained_search():
+def test_a_length_constrained_search_is_the_same():
     case = CASES["transformer"]()
     bounds = {"min_len_a": 0.5, "min_len_b": 1, "max_len_a": 1, "max_len_b": 2}
     strategy = search.LengthConstrainedBeamSearch(case.task.target_dictionary, **bounds)
@@ -257,9 +252,9 @@ def test_diverse_groups_fail_as_upstream_does_on_large_ids():
     with fastgen.disabled(), pytest.raises(IndexError):
         generate(case, copy.deepcopy(sample), diverse_beam_groups=3)
     try:
-        found = generate(case, copy.deepcopy(sample), diverse_beam_groups=3)
+        hypotheses = generate(case, copy.deepcopy(sample), diverse_beam_groups=3)
     except IndexError:
         return
     sample["id"] = torch.arange(len(sample["id"]))
     with fastgen.disabled():
-        assert_same_hypotheses(generate(case, sample, diverse_beam_groups=3), found)
+        assert_same_hypotheses(generate(case, sample, diverse_beam_groups=3), hypotheses)

@@ -1,14 +1,9 @@
-"""Generators of fairseq that users compile with `torch.jit.script`: its sources are read, patched or not."""
-
-from __future__ import annotations
+"""Generators of fairseq compiled with `torch.jit.script`: their sources are read, patched or not."""
 
 from argparse import Namespace
 
 import pytest
 import torch
-
-pytest.importorskip("fairseq")
-
 from fairseq_generation import BEAMS, assert_same_hypotheses
 from fairseq_models import CASES
 
@@ -28,10 +23,10 @@ SCRIPTED = {
 
 
 @pytest.mark.parametrize("name", SCRIPTED)
-def test_scripted_generator_gives_the_same(name):
-    """`torch.jit.script` takes the generator as it is; what comes out does what upstream's does, and the plain one.
+def test_a_scripted_generator_has_the_same_hypotheses(name):
+    """They are those of upstream's scripted generator, and of the plain one but for n-grams.
 
-    n-grams are blocked as upstream's scripted code does it: on a CPU it blocks nothing, where the plain one does.
+    Upstream's scripted code blocks no n-grams on a CPU.
     """
     case = CASES[name if name in CASES else "transformer"]()
     inputs = {key: value for key, value in case.sample["net_input"].items() if key != "prev_output_tokens"}

@@ -1,6 +1,4 @@
-"""Trained fairseq models load through the hub and translate, score and go on as with the unpatched fairseq."""
-
-from __future__ import annotations
+"""Trained fairseq models load through the hub, translate, score and continue texts as in unpatched fairseq."""
 
 import types
 from argparse import Namespace
@@ -9,15 +7,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
-
-pytest.importorskip("fairseq")
-
 from fairseq.data import Dictionary
-from fairseq.hub_utils import GeneratorHubInterface
 from fairseq.models.bart import BARTHubInterface
 from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
-from fairseq_command_data import CommandData, made_encoded, make_language_model
+from fairseq_command_data import encoded_data, make_language_model
 from fairseq_generation import assert_same_hypotheses, run_both
 from fairseq_models import build
 from made_once import made_once
@@ -27,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def safe_loading_of_checkpoints():
-    """The unpatched library cannot read its own checkpoints otherwise."""
+    """Allows the class without which the unpatched library cannot read its own checkpoints."""
     if not hasattr(torch.serialization, "safe_globals"):
         yield
         return
@@ -36,12 +30,12 @@ def safe_loading_of_checkpoints():
 
 
 @pytest.fixture(scope="module")
-def translation(tmp_path_factory) -> CommandData:
-    return made_encoded(tmp_path_factory.getbasetemp(), "gpt2")
+def translation(tmp_path_factory):
+    return encoded_data(tmp_path_factory.getbasetemp(), "gpt2")
 
 
 @pytest.fixture
-def hub(translation) -> GeneratorHubInterface:
+def hub(translation):
     folder = translation.folder
     files = {"gpt2_encoder_json": str(folder / "encoder.json"), "gpt2_vocab_bpe": str(folder / "vocab.bpe")}
     paths = str(folder / "model"), "checkpoint_best.pt:checkpoint_last.pt", str(folder / "bin")
@@ -51,7 +45,7 @@ def hub(translation) -> GeneratorHubInterface:
 
 
 @pytest.fixture
-def language_model(tmp_path_factory, monkeypatch) -> GeneratorHubInterface:
+def language_model(tmp_path_factory, monkeypatch):
     if not hasattr(numpy, "compat"):  # upstream's `TokenBlockDataset` reads it, and numpy 2 does not have it
         monkeypatch.setattr(numpy, "compat", types.SimpleNamespace(long=numpy.int64), raising=False)
     folder = made_once(tmp_path_factory.getbasetemp(), "fairseq-language-model", make_language_model)
@@ -61,7 +55,7 @@ def language_model(tmp_path_factory, monkeypatch) -> GeneratorHubInterface:
 
 
 @pytest.fixture
-def bart(hub) -> BARTHubInterface:
+def bart(hub):
     """A tiny random BART over the BPE of the trained models."""
     words = Dictionary()
     for word in [*map(str, range(len(hub.bpe.bpe.encoder))), "<mask>"]:  # `encode` adds words that are not there
@@ -73,7 +67,7 @@ def bart(hub) -> BARTHubInterface:
     return bart
 
 
-def assert_same_of_tokens(hub: Any, lines: int, **options: Any) -> None:
+def assert_same_from_tokens(hub: Any, lines: int, **options: Any) -> None:
     tokens = [hub.encode(line) for line in hub.lines[:lines]]
     both = run_both(lambda: hub.generate(tokens, **options))
     assert_same_hypotheses(both.stock, both.fast)
@@ -90,16 +84,16 @@ def test_translations_come_back_in_the_order_of_the_inputs(hub, beam, batch_size
 
 def test_diverse_groups_work_through_the_hub(hub):
     hub.cfg.dataset.max_tokens = 4000  # one batch: upstream stops with IndexError in the second
-    assert_same_of_tokens(hub, 24, beam=4, diverse_beam_groups=2)
+    assert_same_from_tokens(hub, 24, beam=4, diverse_beam_groups=2)
 
 
-def test_reference_is_scored_alike(language_model):
+def test_references_are_scored_alike(language_model):
     both = run_both(lambda: language_model.score(language_model.lines[:12]))
     assert_same_hypotheses([[item] for item in both.stock], [[item] for item in both.fast])
 
 
 @pytest.mark.parametrize("options", ({"beam": 4}, {"beam": 3, "sampling": True, "sampling_topk": 8}, {"beam": 1}))
-def test_language_model_goes_on(language_model, options):
+def test_a_language_model_continues_texts_alike(language_model, options):
     starts = [" ".join(line.split()[:length]) for length, line in enumerate(language_model.lines[:5], start=1)]
     both = run_both(lambda: language_model.sample(starts, max_len_b=40, **options))
     assert both.stock == both.fast
@@ -107,12 +101,11 @@ def test_language_model_goes_on(language_model, options):
 
 
 def test_bart_of_the_hub_samples_lines(bart):
-    """`BARTHubInterface` over a random model: `sample` as in upstream's README."""
     options = {"beam": 4, "lenpen": 2.0, "max_len_b": 20, "min_len": 5}
     both = run_both(lambda: bart.sample(bart.lines[:6], **options))
     assert both.stock == both.fast
-    assert_same_of_tokens(bart, 6, **options)
-    assert_same_of_tokens(bart, 6, **options | {"max_len_b": 30, "min_len": 15, "no_repeat_ngram_size": 3})
+    assert_same_from_tokens(bart, 6, **options)
+    assert_same_from_tokens(bart, 6, **options | {"max_len_b": 30, "min_len": 15, "no_repeat_ngram_size": 3})
 
 
 @pytest.mark.parametrize("options", ({}, {"topk": 2, "match_source_len": False}), ids=("as long", "any length"))

@@ -1,17 +1,15 @@
-"""Parity with the unpatched library, fp32, for tiny models of every architecture in `architectures.py`."""
-
-from __future__ import annotations
+"""Tiny models of every architecture in `architectures.py` agree with the unpatched library in fp32."""
 
 import pytest
 from architecture_parity import MODES, expected_sharing, measure, shares
 from architectures import ARCHITECTURES, Scale
 from python_process import REPOSITORY
+from simd_kernels import needs_library
 
-from fastgen.ops import simd
 from fastgen.testing import ANY_SIZE, costs
 
-LONG = Scale(length=45, positions=512, frames=160)  # so many queries have flash attention
-# They attend by other functions than torch's, or to fewer pieces of an image.
+LONG = Scale(length=45, positions=512, frames=160)  # long enough for flash attention
+# Models that attend by other functions than torch's, or to fewer pieces of an image.
 WITHOUT_FLASH_ATTENTION = """
     bloom xglm openai-gpt gemma2 gpt_oss mamba falcon_mamba roformer trocr mpt gpt_neo gptj codegen falcon
     falcon-alibi llama-eager longt5 nllb-moe led mvp fsmt switch_transformers bigbird_pegasus pegasus_x bart-eager
@@ -30,7 +28,7 @@ def test_tokens_and_scores_are_those_of_the_unpatched_library(architecture, shar
         assert shares(parity.report) == expected_sharing(architecture, mode), mode
 
 
-@pytest.mark.skipif(bool(simd.machine_reasons()), reason=f"C++ kernels: {simd.machine_reasons()}")
+@needs_library
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.id)
 def test_prompts_and_encoders_of_all_models_have_flash_attention(architecture, share_always):
     with costs(**ANY_SIZE):

@@ -1,14 +1,14 @@
-"""Beam search gives the scores of its hypotheses without those of every token at every step, where that is wanted."""
-
-from __future__ import annotations
+"""Beam search returns the scores of its hypotheses without those of every token at every step, if asked to."""
 
 import types
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from own_models import by_einsum, odd_model
-from parity import BEAMS, padded, run_both, tiny, unchanged
+from parity import run_both
+from tiny_models import BEAMS, padded, tiny, unchanged
 
 from fastgen.optimizer.decoding.call import current_call
 from fastgen.optimizer.decoding.report import LOOP
@@ -19,7 +19,7 @@ ASKED = {"return_dict_in_generate": True, "output_scores": True}
 
 @pytest.mark.parametrize("name", ["gpt2", "bart"])
 @pytest.mark.parametrize(
-    ("arguments", "of_the_library"),
+    ("arguments", "is_the_librarys"),
     [
         ({}, False),
         ({"num_return_sequences": 1}, False),
@@ -29,30 +29,25 @@ ASKED = {"return_dict_in_generate": True, "output_scores": True}
     ],
     ids=["beams", "one returned", "some end", "beam samples", "another criterion"],
 )
-def test_scores_are_those_of_the_library(name: str, arguments: dict, of_the_library: bool) -> None:
+def test_beam_scores_are_those_of_the_library(name, arguments, is_the_librarys):
     model = unchanged(name)
     with only_outputs(SEQUENCES_SCORES):
         stock, fast, report = run_both(lambda: model.generate(**padded(9, 5, 7), **ASKED | BEAMS | arguments))
     assert torch.equal(fast.sequences, stock.sequences)
     assert torch.allclose(fast.sequences_scores, stock.sequences_scores, rtol=0, atol=1e-4)
     assert stock.scores and fast.scores is None
-    assert bool(report.codes(LOOP)) == of_the_library
+    assert bool(report.codes(LOOP)) == is_the_librarys
 
 
-def test_other_outputs_come_with_all_scores() -> None:
+@pytest.mark.parametrize(("outputs", "context"), [({"output_logits": True}, only_outputs), ({}, nullcontext)])
+def test_all_scores_come_with_other_outputs_or_by_default(outputs, context):
     model = unchanged("gpt2")
-    with only_outputs(SEQUENCES_SCORES):
-        stock, fast, _ = run_both(lambda: model.generate(**padded(9, 5), **BEAMS, **ASKED, output_logits=True))
-    assert len(fast.scores) == len(fast.logits) == len(stock.scores)
+    with context(SEQUENCES_SCORES):
+        stock, fast, _ = run_both(lambda: model.generate(**padded(9, 5), **BEAMS, **ASKED, **outputs))
+    assert len(fast.scores) == len(stock.scores) > 0 and fast.sequences_scores is not None
 
 
-def test_all_scores_are_there_outside_of_the_context() -> None:
-    model = unchanged("gpt2")
-    _, fast, _ = run_both(lambda: model.generate(**padded(9, 5), **BEAMS, **ASKED))
-    assert fast.scores and fast.sequences_scores is not None
-
-
-def test_a_model_with_its_own_finished_beams_keeps_its_scores() -> None:
+def test_a_model_with_its_own_finished_beams_keeps_its_scores():
     model = tiny("gpt2")
     original = model._update_finished_beams
 
@@ -66,7 +61,7 @@ def test_a_model_with_its_own_finished_beams_keeps_its_scores() -> None:
     assert fast.scores and torch.equal(fast.sequences_scores, stock.sequences_scores)
 
 
-def test_a_model_of_the_programs_own_is_verified_as_ever(share_always: None) -> None:
+def test_a_model_class_of_user_code_is_still_verified(share_always):
     user_code = []
 
     def attend(*states: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,8 @@
-"""Decode steps that are captured give the library's tokens; what was captured is used again, and never when stale.
+"""Captured decode steps give the library's tokens; graphs are used again, and never when stale.
 
-The matrix of options runs in captured steps as well: test_generate_options.py. What is below a loop has its tests in
-tests/optimizer/decoding/test_graphs.py.
+The matrix of options runs in captured steps as well: test_generate_options.py. Graphs and static caches themselves are
+tested in tests/optimizer/decoding/test_graphs.py.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from fuzz_changes import CHANGES, adapter, weight_in_place, weight_through_data
-from parity import capturing, inputs_of, not_captured_because, padded, replays, run_both, same_tokens, tiny
+from parity import run_both, same_tokens
+from reports import capturing, not_captured_because, replays
+from tiny_models import inputs_of, padded, tiny
 from torch import nn
 from versions import needs_peft
 
@@ -47,30 +47,30 @@ def _capturing():
 
 @pytest.fixture(params=("always", "never"))
 def shared(request):
-    """Prompts are kept once per input, or for each row."""
+    """Stores prompts once per input, or for each row."""
     with configured(share=request.param):
         yield
 
 
 def captured(model: nn.Module, name: str, seed: int = 1, **arguments: Any) -> int:
-    """How many steps of this generate were replays; its tokens and random numbers are those of the library."""
+    """Compares tokens and random numbers with the library's; returns how many steps were replays."""
     return replays(same_tokens(model, inputs_of(name, *LENGTHS, seed=seed), **arguments))
 
 
 @WAYS
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_are_those_of_the_library(name, arguments, shared):
-    """Also of one row, without a mask."""
-    model, one = tiny(name), inputs_of(name, 6)
-    one.pop("attention_mask", None)
-    for inputs in (one, inputs_of(name, *LENGTHS)):
+def test_captured_tokens_are_those_of_the_library(name, arguments, shared):
+    """Also of a single row, without a mask."""
+    model, single = tiny(name), inputs_of(name, 6)
+    single.pop("attention_mask", None)
+    for inputs in (single, inputs_of(name, *LENGTHS)):
         assert replays(same_tokens(model, inputs, **arguments, min_new_tokens=6))
 
 
 @WAYS
 @pytest.mark.parametrize("name", ("gpt2", "t5"))
 def test_every_step_after_the_first_is_a_replay(name, arguments):
-    """Buffers are outgrown."""
+    """Although buffers are outgrown."""
     model = tiny(name)
     replayed = captured(model, name, **arguments | LONG)
     assert len(captured_graphs(model)) > 1
@@ -78,17 +78,17 @@ def test_every_step_after_the_first_is_a_replay(name, arguments):
 
 
 @WAYS
-def test_the_end_is_seen_one_step_late_and_that_step_undone(arguments):
+def test_the_end_is_seen_a_step_late_and_the_step_undone(arguments):
     model = tiny("llama")
-    as_on_a_gpu = replaced("wait for a flag", lambda original, device: True)
-    with watched("check for the end, a step late") as checks, as_on_a_gpu:
+    slow_device = replaced("wait for a flag", lambda original, device: True)
+    with watched("check for the end, a step late") as checks, slow_device:
         for seed in range(8):
             captured(model, "llama", seed, **{**arguments, **ENDS, "early_stopping": True})
     assert any(check.result for check in checks)
 
 
 @WAYS
-def test_a_processor_of_the_program_sees_no_step_too_many(arguments):
+def test_a_processor_of_user_code_sees_no_extra_step(arguments):
     model, calls = tiny("llama"), []
 
     def counting(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -107,61 +107,55 @@ def test_a_processor_of_the_program_sees_no_step_too_many(arguments):
 
 
 @pytest.mark.parametrize("name", ("llama", "gpt2", "bart", "t5"))
-def test_inputs_of_other_lengths_use_them_too(name, shared):
+def test_inputs_of_other_lengths_use_the_same_graphs(name, shared):
     model = tiny(name)
     with capturing(smallest_capacity=64):
         for lengths in ((2, 5), (3, 9), (14, 6), (4, 1)):
             for arguments in (BEAMS, SAMPLES):
                 assert replays(same_tokens(model, inputs_of(name, *lengths), **arguments, min_new_tokens=8))
-        assert len(captured_graphs(model)) == 2  # of other numbers of rows
+        assert len(captured_graphs(model)) == 2  # for other numbers of rows
 
 
 @pytest.mark.parametrize("name", ("llama", "bart"))
-def test_in_inference_mode_and_out_of_it(name):
+def test_steps_are_captured_in_and_out_of_inference_mode(name):
     model = tiny(name)
     for mode in (True, False, True):
         with torch.inference_mode(mode):
             assert captured(model, name, **BEAMS)
 
 
-# Changes between calls: weights are read where they are, and what has another state is captured anew.
+# Changes between calls: weights are read where they are; another state of the model is captured anew.
 
 
-def buffer(random: Random, model: nn.Module) -> None:
-    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.5
+ALL_CHANGES: dict[str, Callable[[Random, Any], Any]] = {
+    **{change.__name__: change for change in CHANGES},
+    "buffer": lambda random, model: setattr(model.model.rotary_emb, "inv_freq", 0.5 * model.model.rotary_emb.inv_freq),
+    "parametrization": lambda random, model: nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj),
+    "configuration": lambda random, model: setattr(model.config, "some_switch", True),
+    "dtype": lambda random, model: model.double(),
+}
 
 
-def parametrization(random: Random, model: nn.Module) -> None:
-    nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj).eval()
-
-
-def configuration(random: Random, model: nn.Module) -> None:
-    model.config.some_switch = True
-
-
-def dtype(random: Random, model: nn.Module) -> None:
-    model.double()
-
-
-@pytest.mark.parametrize("change", [*CHANGES, buffer, parametrization, configuration, dtype])
+@pytest.mark.parametrize("change", ALL_CHANGES.values(), ids=ALL_CHANGES)
 def test_only_weights_that_are_written_keep_their_graphs(change):
     model = tiny("llama")
-    if change is adapter:  # is added, and then switched off
+    if change is adapter:  # first it is added, then switched off
         change(Random(1), model)
         model.eval()
     assert captured(model, "llama", **BEAMS)
     before = set(captured_graphs(model).values())
     change(Random(1), model)
+    model.eval()
     replayed = captured(model, "llama", **BEAMS)
     is_used = bool(replayed and before & set(captured_graphs(model).values()))
     assert is_used == (change in (weight_in_place, weight_through_data))
 
 
-# Captures that fail: eager steps go on, and it is said once.
+# Captures that fail: the call continues in eager steps, with one warning.
 
 
 def wrong_capture(capture: Callable, self: Any, run: Callable, rewind: Callable) -> tuple:
-    """Replays give what the function gives, and one more."""
+    """Captures a replay that returns other logits than the function."""
     output, replay, *others = capture(self, run, rewind)
 
     def wrong_replay():
@@ -173,7 +167,7 @@ def wrong_capture(capture: Callable, self: Any, run: Callable, rewind: Callable)
 
 
 def failing_capture(capture: Callable, self: Any, run: Callable, rewind: Callable) -> tuple:
-    """As where the forward reads the device."""
+    """Fails like a capture whose forward reads the device."""
     run()
     raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -181,7 +175,7 @@ def failing_capture(capture: Callable, self: Any, run: Callable, rewind: Callabl
 @pytest.mark.parametrize("right", (0, 1), ids=("first capture", "second capture"))
 @pytest.mark.parametrize("by", (wrong_capture, failing_capture))
 @TWO_WAYS
-def test_a_capture_that_fails_is_said_once_and_tokens_are_right(by, arguments, right):
+def test_a_failed_capture_warns_once_and_tokens_are_right(by, arguments, right):
     model, captures = tiny("gpt2"), []
 
     def capture(original, *args):
@@ -209,7 +203,7 @@ BREAKS = {  # part, error, after how many calls, code
 @pytest.mark.parametrize("arguments", (BEAMS, GREEDY), ids=("beams", "greedy"))
 @pytest.mark.parametrize("name", ("gpt2", "t5"))
 @pytest.mark.parametrize("what", BREAKS)
-def test_after_a_failure_eager_steps_go_on(what, name, arguments):
+def test_after_a_failure_the_call_continues_in_eager_steps(what, name, arguments):
     part, error, after, code = BREAKS[what]
     model = tiny(name)
     with broken(part, error, after):
@@ -234,7 +228,7 @@ def test_compaction_without_memory_means_eager_steps(name, arguments):
 
 
 @pytest.mark.parametrize("num_beams", (1, 3))
-def test_after_an_error_the_library_begins_anew(num_beams):
+def test_after_an_error_the_library_restarts(num_beams):
     model = tiny("llama")
     with broken("static step", TypeError("ours")), errors_noted() as errors:
         for _ in range(2):
@@ -248,12 +242,12 @@ def test_after_an_error_the_library_begins_anew(num_beams):
 
 def without_masks() -> nn.Module:
     model = tiny("llama")
-    model.config.layer_types = None  # which is read for masks of static caches only
+    model.config.layer_types = None  # only masks of static caches read it
     return model
 
 
 def without_layer(removed: int) -> nn.Module:
-    """The others keep their numbers."""
+    """Removes a layer; the others keep their numbers."""
     model = tiny("llama", num_hidden_layers=3)
     del model.model.layers[removed]
     return model
@@ -276,23 +270,20 @@ def in_autocast(name: str) -> nn.Module:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
+TWO_NAMES = ("llama", "gpt2")
+OF_VIRTUAL_TOKENS = ("PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig")
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "no masks": (without_masks, "CAPTURE_REFUSED", "'NoneType' object is not iterable"),
     "a forward that may wait": (partial(tiny, "roformer"), "MAY_SYNC", "RoFormerForCausalLM.forward"),
-    "no first layer": (lambda: without_layer(0), "LAYER_EMPTY", ""),
-    "no second layer": (lambda: without_layer(1), "LAYER_EMPTY", ""),
-    "no last layer": (lambda: without_layer(2), "LAYER_EMPTY", ""),
-    "autocast of Llama": (lambda: in_autocast("llama"), "AUTOCAST", "inside the forward"),
-    "autocast of GPT-2": (lambda: in_autocast("gpt2"), "AUTOCAST", "inside the forward"),
-    "PromptTuningConfig": (lambda: with_virtual_tokens("PromptTuningConfig"), "CAPTURE_REFUSED", "KeyError"),
-    "PrefixTuningConfig": (lambda: with_virtual_tokens("PrefixTuningConfig"), "CAPTURE_REFUSED", "KeyError"),
-    "PromptEncoderConfig": (lambda: with_virtual_tokens("PromptEncoderConfig"), "CAPTURE_REFUSED", "KeyError"),
+    **{f"no layer {number}": (partial(without_layer, number), "LAYER_EMPTY", "") for number in range(3)},
+    **{f"autocast of {name}": (partial(in_autocast, name), "AUTOCAST", "inside the forward") for name in TWO_NAMES},
+    **{kind: (partial(with_virtual_tokens, kind), "CAPTURE_REFUSED", "KeyError") for kind in OF_VIRTUAL_TOKENS},
 }
 
 
 @WAYS
 @pytest.mark.parametrize("why", [pytest.param(why, marks=[needs_peft] * why.endswith("Config")) for why in REFUSED])
-def test_what_cannot_be_captured_says_why(why, arguments, shared):
+def test_models_that_cannot_be_captured_have_a_reason(why, arguments, shared):
     make, code, text = REFUSED[why]
     model, inputs = make(), inputs_of("llama", *LENGTHS)
     if why.endswith("Config"):  # with a common prefix
@@ -305,13 +296,13 @@ def test_what_cannot_be_captured_says_why(why, arguments, shared):
 
 
 @TWO_WAYS
-def test_nothing_is_captured_where_it_is_not_wanted(arguments):
+def test_nothing_is_captured_if_graphs_are_off(arguments):
     with capturing("off"):
         report = same_tokens(tiny("gpt2"), inputs_of("gpt2", *LENGTHS), **arguments)
     assert not_captured_because(report, "CAPTURE_OFF")
 
 
-def test_on_a_cpu_a_graph_has_to_save_what_it_costs():
+def test_on_a_cpu_a_graph_must_save_more_than_it_costs():
     model = tiny("gpt2")
     with capturing("auto"):
         assert captured(model, "gpt2", **GREEDY | LONG)
@@ -325,7 +316,7 @@ class AfterManySteps(CostModel):
         return is_captured or steps >= 40
 
 
-def test_calls_too_short_for_a_graph_get_one_together():
+def test_calls_too_short_for_a_graph_share_one():
     model = tiny("gpt2")
     with capturing("auto", smallest_capacity=64), costs(AfterManySteps):
         counts = [captured(model, "gpt2", **{**GREEDY, "eos_token_id": None}) for _ in range(5)]
@@ -345,13 +336,13 @@ def test_a_new_graph_waits_for_a_call_that_is_not_short():
 def test_in_half_precision_steps_are_captured_without_padding(name, options, dtype):
     model, inputs = tiny(name).to(dtype), {key: value[:1] for key, value in inputs_of(name, *LENGTHS).items()}
     assert replays(same_tokens(model, inputs, **options))
-    made = captured_graphs(model).values()
-    assert made and not any(graph.cache.padding for graph in made)
+    graphs = captured_graphs(model).values()
+    assert graphs and not any(graph.cache.padding for graph in graphs)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_later_calls_walk_through_no_model_that_is_as_it_was(name, shared):
-    """Neither what the loops nor what the forwards on its modules leave in it counts as a change."""
+def test_later_calls_do_not_walk_through_an_unchanged_model(name, shared):
+    """Neither the loops nor the forwards on its modules leave a change in it."""
     model, inputs = tiny(name), inputs_of(name, *LENGTHS)
     for _ in range(2):
         model.generate(**inputs, **BEAMS)
@@ -362,11 +353,11 @@ def test_later_calls_walk_through_no_model_that_is_as_it_was(name, shared):
     assert not walks
 
 
-# What is left behind.
+# Caches after the call.
 
 
 @pytest.mark.parametrize("share", ("always", "never"))
-def test_a_cache_that_somebody_has_kept_ends_plain_and_whole(share):
+def test_a_cache_that_user_code_holds_ends_plain_and_whole(share):
     model, inputs = tiny("llama"), inputs_of("llama", *LENGTHS)
     with configured(share=share), watched("use a cache") as uses:
         tokens = model.generate(**inputs, **{**SAMPLES, "eos_token_id": None})

@@ -1,6 +1,4 @@
-"""User code that runs in each step may change the model: what follows is what it is in the library."""
-
-from __future__ import annotations
+"""User code that runs in each step may change the model: the following steps are those of the library."""
 
 from random import Random
 from typing import Any
@@ -8,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 from fuzz_changes import CHANGES, USER_CODE, adapter, forward_hook
-from parity import replays, run_both, tiny, token_ids
+from parity import run_both
+from reports import replays
+from tiny_models import tiny, token_ids
 from torch import nn
 
 import fastgen
@@ -36,13 +36,13 @@ def generate(model: Any, change: Any, kind: str = "processor", **arguments: Any)
 
 
 def generated(change: Any, *kind: str, name: str = "llama", **arguments: Any) -> list[torch.Tensor]:
-    """Of calls on one model: of the first two nothing is changed, in the third it is, and a fourth follows."""
+    """Returns the outputs of four calls on one model, which is changed within the third."""
     model = tiny(name, attention_dropout=0.3)
     if change is adapter:
         change(Random(1), model.eval())
         model.eval()
     try:
-        outputs = [generate(model, one, *kind, **arguments) for one in (nothing, nothing, change)]
+        outputs = [generate(model, each, *kind, **arguments) for each in (nothing, nothing, change)]
         model.eval()
         return [*outputs, generate(model, nothing, *kind, **arguments)]
     finally:
@@ -60,7 +60,7 @@ def generated(change: Any, *kind: str, name: str = "llama", **arguments: Any) ->
     ],
 )
 @pytest.mark.parametrize("change", [*CHANGES, hook_of_all_modules])
-def test_what_user_code_changes_within_a_call_is_seen(change, kind, arguments):
+def test_a_change_by_user_code_within_a_call_counts(change, kind, arguments):
     both = run_both(lambda: generated(change, kind, **arguments))
     for stock, fast in zip(both.stock, both.fast, strict=True):
         assert torch.equal(stock, fast)

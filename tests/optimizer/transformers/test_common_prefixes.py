@@ -1,6 +1,4 @@
-"""Prompts that begin alike: the prefix goes through the model once and is stored once, with the library's answers."""
-
-from __future__ import annotations
+"""Prompts that begin alike: their prefix is computed and stored once, with the outputs of the library."""
 
 import copy
 from collections.abc import Callable
@@ -10,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, COLUMNS_COUNT, WITHOUT_PREFIX
-from parity import GREEDY, LEFT, TOKENS_ONLY, WAYS, capturing, compared, tiny, unchanged
-from parity import with_prefix as prompts
+from parity import compared
+from reports import LEFT, capturing
+from tiny_models import GREEDY, TOKENS_ONLY, WAYS, tiny, unchanged
+from tiny_models import with_prefix as prompts
 
 import fastgen
 from fastgen.optimizer.decoding.report import PREFIX, Report
@@ -27,9 +27,9 @@ def llama():
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "architecture", [one for one in ARCHITECTURES if one.kind == "causal"], ids=lambda architecture: architecture.id
+    "architecture", [each for each in ARCHITECTURES if each.kind == "causal"], ids=lambda architecture: architecture.id
 )
-def test_every_architecture_gives_its_answers_or_says_why_not(architecture, way):
+def test_every_architecture_shares_prefixes_or_has_a_reason(architecture, way):
     model = architecture.model()
     for inputs in (prompts(12, 12, 12), prompts(12, 10, 9), prompts(12, 10, 9, side="right")):
         report = compared(model, inputs, max_new_tokens=6, **WAYS[way], **TOKENS_ONLY).report
@@ -50,11 +50,11 @@ def test_scores_and_the_returned_cache_are_those_of_the_library(llama, way):
 def test_one_row_goes_through_the_model_for_the_prefix(llama):
     prefills = []
 
-    def of_prefix(original: Callable, *args: Any) -> dict[str, Any]:
+    def noting(original: Callable, *args: Any) -> dict[str, Any]:
         prefills.append(original(*args))
         return dict(prefills[-1])
 
-    with replaced("arguments of a prefix", of_prefix):
+    with replaced("arguments of a prefix", noting):
         report = reported(llama, prompts(12, 9, 11))
     assert prefills[-1]["input_ids"].shape == (1, 7) and prefills[-1]["attention_mask"].all()
     assert "common prefix: 7 tokens of all inputs, 14 not computed" in report.shared
@@ -72,22 +72,22 @@ def test_a_prefix_is_stored_once_and_the_rest_per_input(llama, way, copies):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_embeddings_are_compared_as_tokens_are(llama, way):
+def test_embeddings_are_compared_like_tokens(llama, way):
     assert reported(llama, as_embeddings(llama, prompts(12, 10, 12)), **WAYS[way]).prefix_length == 7
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("lengths", ((12, 12, 12), (12, 9, 10)), ids=("equal lengths", "padded"))
-def test_steps_behind_a_prefix_are_captured(llama, way, lengths):
+def test_steps_after_a_prefix_are_captured(llama, way, lengths):
     with capturing():
         for _ in range(2):
             report = compared(llama, prompts(*lengths), max_new_tokens=20, **WAYS[way], **TOKENS_ONLY).report
     assert report.prefix_length == 7
-    assert report.replays > 0 or way == "samples"  # whose steps end with the call
+    assert report.replays > 0 or way == "samples"  # their steps end with the call
 
 
 @pytest.mark.parametrize("way", ("greedy", "beams"))
-def test_finished_inputs_leave_behind_a_prefix(llama, way):
+def test_finished_inputs_leave_if_a_prefix_is_shared(llama, way):
     options = {"eos_token_id": list(range(2, 60)), "max_new_tokens": 30, **WAYS[way], **TOKENS_ONLY}
     report = compared(llama, prompts(12, 10, 9, 12), **options).report
     assert report.prefix_length == 7 and LEFT in report.shared
@@ -110,21 +110,18 @@ def as_embeddings(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torc
     return {"inputs_embeds": embeddings, "attention_mask": inputs["attention_mask"]}
 
 
-def quantized() -> Any:
-    return torch.ao.quantization.quantize_dynamic(tiny("llama"), {torch.nn.Linear})
-
-
 def windowed(window: int) -> Any:
     return tiny("mistral", sliding_window=window)
 
 
 LLAMA, TWO = partial(unchanged, "llama"), prompts(12, 12)
+QUANTIZED = partial(torch.ao.quantization.quantize_dynamic, tiny("llama"), {torch.nn.Linear})
 BESIDE_ROWS = {"output_hidden_states": True, "return_dict_in_generate": True}
 STATIC = {"cache_implementation": "static", "disable_compile": True}
 FAR = prompts(20, 18, prefix=9)
 LEFT_ALONE: dict[str, tuple[Callable[[], Any], dict[str, torch.Tensor], dict[str, Any], str]] = {
     "an encoder that decodes": (partial(tiny, "bert-encoder"), TWO, {}, "NOT_CAUSAL"),
-    "products that scale all rows": (quantized, prompts(12, 10, 9), {}, "ROWS_COUPLED"),
+    "products that scale all rows": (QUANTIZED, prompts(12, 10, 9), {}, "ROWS_COUPLED"),
     "a window that the prefix leaves": (partial(windowed, 22), FAR, {"max_new_tokens": 6}, "SLIDING_WINDOW"),
     "a padded cache that is returned": (LLAMA, prompts(12, 9), {"return_dict_in_generate": True}, "RETURN_DICT"),
     "states of all columns": (LLAMA, TWO, BESIDE_ROWS, "OUTPUTS"),
@@ -141,7 +138,7 @@ def test_calls_that_need_the_whole_prompt_are_left_alone(why):
     assert report.prefix_length == 0 and code in report.codes(PREFIX)
 
 
-def test_a_window_that_holds_the_prefix_is_no_hindrance():
+def test_a_prefix_within_the_window_is_shared():
     assert reported(windowed(60), FAR, max_new_tokens=6).prefix_length == 9
     model = windowed(14)
     report = reported(model, as_embeddings(model, prompts(12, 8, 10)), max_new_tokens=8)
@@ -158,7 +155,7 @@ def test_nan_that_torch_hides_in_the_whole_prompt(name, way):
 
 
 @pytest.mark.parametrize("kind", ("dynamic", "longrope"))
-def test_positions_that_depend_on_the_prompt_are_the_librarys(kind):
+def test_positions_that_depend_on_the_prompt_are_left_alone(kind):
     parameters = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8}
     if kind == "longrope":
         parameters |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}

@@ -1,6 +1,4 @@
-"""Constrained generation: with a `PrefixTrie` the outputs and errors are those of the library with dictionaries."""
-
-from __future__ import annotations
+"""Constrained generation with a `PrefixTrie` has the outputs and errors of the library with dictionaries."""
 
 import functools
 from itertools import chain
@@ -11,7 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity import LEFT, assert_equal_outputs, capturing, inputs_of, outcome, padded, replays, run_both, tiny, token_ids
+from parity import assert_equal_outputs, outcome, run_both
+from reports import LEFT, capturing, replays
+from tiny_models import inputs_of, padded, tiny, token_ids
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 import fastgen
@@ -28,12 +28,12 @@ pytestmark = pytest.mark.usefixtures("one_thread", "share_always")
 
 @functools.cache
 def model_of(name: str) -> Any:
-    """In float64: among hundreds of beams there are some that differ by less than the rounding of float32."""
+    """Returns a model in float64: some of hundreds of beams differ by less than the rounding of float32."""
     return tiny(name, vocab_size=VOCABULARY).double()
 
 
 class ByDictionaries:
-    """What a program would write, and how often it is called."""
+    """The function that a user would write; it counts its calls."""
 
     def __init__(self, sequences: list[list[int]], ignored: int, at_dead_ends: list[int]) -> None:
         self.root: dict = {}
@@ -52,7 +52,7 @@ class ByDictionaries:
 
 
 def compare(model: Any, inputs: dict[str, Any], sequences: list[list[int]], ends: list[int], **arguments: Any) -> Any:
-    """Compares all that is returned, or raised; gives fastgen's outcome."""
+    """Compares all outputs, or the errors; returns fastgen's."""
     ignored = 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
     functions = ByDictionaries(sequences, ignored, ends), fastgen.PrefixTrie(sequences, ends).after(ignored)
     functions = iter(functions)
@@ -94,7 +94,7 @@ DRAWN = st.fixed_dictionaries(
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=3),
     options=BEAM_SEARCH | BEAM_SEARCH | GREEDY | DRAWN,
 )
-def test_any_way_of_decoding(name, sequences, has_end, ends, lengths, options):
+def test_any_way_of_decoding_is_constrained_as_in_the_library(name, sequences, has_end, ends, lengths, options):
     is_search = not options["do_sample"] and "num_beams" in options
     names = [sequence + [EOS] * (has_end or not is_search) for sequence in sequences]
     scores = {"output_scores": options.get("return_dict_in_generate", False)}
@@ -109,15 +109,15 @@ def semantic_ids(count: int, codes: int = 60) -> list[list[int]]:
 
 @pytest.mark.parametrize("num_beams", [30, 200, 512])
 @pytest.mark.parametrize("name", MODELS)
-def test_wide_beams(name, num_beams):
+def test_wide_beams_choose_among_allowed_tokens_alone(name, num_beams):
     arguments = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 3, "eos_token_id": None}
-    found = compare(model_of(name), {"input_ids": token_ids(2, 5)}, semantic_ids(2000), [], **arguments)
-    assert found.shape[0] == 2 * num_beams
+    sequences = compare(model_of(name), {"input_ids": token_ids(2, 5)}, semantic_ids(2000), [], **arguments)
+    assert sequences.shape[0] == 2 * num_beams
     assert fastgen.explain().kernels[ALONE] == 3 and not fastgen.explain().kernels[ALL_ROWS]
 
 
-def test_no_mask_is_made_and_no_row_is_asked_alone():
-    """The processor, which masks, is not called, and neither is the trie."""
+def test_no_mask_is_built_and_no_row_is_asked_alone():
+    """Neither the processor, which masks, nor the trie is called."""
     trie = fastgen.PrefixTrie(semantic_ids(500)).after(5)
     arguments = {"num_beams": 20, "max_new_tokens": 3, "eos_token_id": None, "prefix_allowed_tokens_fn": trie}
     with (
@@ -142,7 +142,7 @@ def test_the_first_step_asks_for_one_row_of_each_input():
     assert rows == [2, 16, 16]
 
 
-def test_beside_other_processors_all_rows_are_asked_at_once():
+def test_with_other_processors_all_rows_are_asked_together():
     names = [[*sequence, EOS] for sequence in semantic_ids(500)]
     with mock.patch.object(fastgen.PrefixTrie, "__call__", side_effect=AssertionError):
         compare(model_of("llama"), padded(6, 3), names, [EOS], num_beams=5, max_new_tokens=6, repetition_penalty=1.5)
@@ -163,21 +163,21 @@ def test_finished_inputs_leave_if_something_is_always_allowed():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_error_names_the_input_as_in_the_library(name):
-    told = set()
+def test_an_error_names_the_input_as_the_library_does(name):
+    messages = set()
     for seed, num_beams in [(1, 3), *((seed, 1) for seed in range(8))]:
-        found = compare(
+        result = compare(
             model_of(name), padded(4, 4, seed=seed), [[5], [6, 7, 8]], [], num_beams=num_beams, max_new_tokens=3
         )
-        told |= {found[1].partition(".")[0]} if isinstance(found, tuple) else set()
+        messages |= {result[1].partition(".")[0]} if isinstance(result, tuple) else set()
     message = "`prefix_allowed_tokens_fn` returned an empty list for batch ID {}"
-    assert told == {message.format(0), message.format(1)}
+    assert messages == {message.format(0), message.format(1)}
 
 
 @pytest.mark.parametrize("arguments", [{"num_beams": 3}, {"num_beams": 3, "repetition_penalty": 1.5}, {}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_outputs_that_would_all_be_empty_are_an_error(name, arguments):
-    """`.after` is missing, so that no row is on a path of the trie."""
+def test_a_trie_that_allows_nothing_at_first_is_an_error(name, arguments):
+    """Without `.after` no row is on a path of the trie."""
     trie, model = fastgen.PrefixTrie([[8, 9, EOS]], at_dead_ends=[EOS]), model_of(name)
     options = {"prefix_allowed_tokens_fn": trie, "max_new_tokens": 4, **arguments}
     stock, fast, _ = run_both(lambda: outcome(lambda: model.generate(**padded(4, 4), **options)))
@@ -185,8 +185,8 @@ def test_outputs_that_would_all_be_empty_are_an_error(name, arguments):
 
 
 def test_a_token_beyond_the_vocabulary_is_the_librarys_error():
-    found = compare(model_of("llama"), padded(4), [[5, 6], [VOCABULARY]], [], num_beams=3, max_new_tokens=4)
-    assert found[0] == "IndexError"
+    error = compare(model_of("llama"), padded(4), [[5, 6], [VOCABULARY]], [], num_beams=3, max_new_tokens=4)
+    assert error[0] == "IndexError"
     assert fastgen.explain().codes(ALLOWED) == {"TRIE_OUTSIDE_VOCABULARY"}
 
 
@@ -209,7 +209,7 @@ def test_other_functions_are_called_for_each_row():
 
 
 @pytest.mark.parametrize("answer", [torch.tensor([5, 9]), range(5, 90, 3), [-1, 7], (8,), []], ids=str)
-def test_other_functions_may_give_what_an_index_may_be(answer):
+def test_other_functions_may_return_any_index(answer):
     model, options = model_of("t5"), {"num_beams": 3, "max_new_tokens": 4}
     options["prefix_allowed_tokens_fn"] = lambda *_: answer
     stock, fast, _ = run_both(lambda: outcome(lambda: model.generate(**padded(4, 2), **options)))
@@ -218,7 +218,7 @@ def test_other_functions_may_give_what_an_index_may_be(answer):
 
 @pytest.mark.parametrize("value", [-torch.inf, torch.inf, torch.nan])
 @pytest.mark.parametrize("trie", [True, False])
-def test_scores_that_are_not_finite(trie, value):
+def test_constrained_scores_may_be_infinite_or_nan(trie, value):
     scores = torch.randn(6, 40)
     scores[:3, [5, 6]], scores[4, 20] = value, value
     function = fastgen.PrefixTrie([[5, 8], [6]]).after(2) if trie else lambda batch_id, input_ids: [5, 6 + batch_id]
@@ -231,7 +231,7 @@ def test_scores_that_are_not_finite(trie, value):
 @pytest.mark.skipif(not LAYERS_ARE_KNOWN, reason="nothing is captured with the static caches of this transformers")
 @pytest.mark.parametrize("arguments", [{"num_beams": 6}, {}], ids=["beams", "greedy"])
 @pytest.mark.parametrize("name", MODELS)
-def test_captured_steps_are_constrained_too(name, arguments):
+def test_captured_steps_are_constrained(name, arguments):
     model = tiny(name, vocab_size=VOCABULARY)
     names = [[*chain.from_iterable(parts), EOS] for parts in zip(*[iter(semantic_ids(120))] * 4)]
     with capturing():
@@ -239,23 +239,23 @@ def test_captured_steps_are_constrained_too(name, arguments):
     assert replays(fastgen.explain()) > 3
 
 
-def test_a_newer_transformers_that_allows_others_switches_it_off():
+def test_a_newer_transformers_that_disagrees_switches_it_off():
     processor = PrefixConstrainedLogitsProcessor(fastgen.PrefixTrie([[5, 6]], [EOS]).after(2), 2)
-    other = mock.patch.object(fastgen.PrefixTrie, "__call__", lambda *given: [7])
+    other = mock.patch.object(fastgen.PrefixTrie, "__call__", lambda *arguments: [7])
     with other, forget_verified(), as_untested() as failures:
-        found = processor(token_ids(4, 2), torch.randn(4, VOCABULARY))
-    assert failures[0][0] == processors.TRIE_GROUP and found.isfinite().nonzero()[:, 1].tolist() == [7] * 4
+        scores = processor(token_ids(4, 2), torch.randn(4, VOCABULARY))
+    assert failures[0][0] == processors.TRIE_GROUP and scores.isfinite().nonzero()[:, 1].tolist() == [7] * 4
 
 
 @pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 2}], ids=["alone", "with a processor"])
 def test_many_scores_go_through_two_stages(options):
-    """Without constraints: the outputs are those of the library, and no tensor has the scores of all beams."""
+    """No tensor has the scores of all beams, and outputs without constraints are those of the library."""
     model = tiny("gpt2", vocab_size=30_000)
 
     def call() -> torch.Tensor:
         return model.generate(token_ids(2, 5), num_beams=8, max_new_tokens=5, do_sample=False, **options)
 
-    call()  # once in a process the kernel is compared with that function
+    call()  # the first call of a process compares the kernel with that function
     with watched("top k in one stage") as in_one_stage:
         stock, fast, _ = run_both(call)
     assert not in_one_stage and torch.equal(stock, fast)

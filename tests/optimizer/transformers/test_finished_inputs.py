@@ -1,6 +1,4 @@
-"""Finished inputs, samples and rows leave the batch; the outputs stay those of the library, with its random numbers."""
-
-from __future__ import annotations
+"""Finished inputs, samples and rows leave the batch; outputs and random numbers stay those of the library."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,7 +8,9 @@ from typing import Any
 import parity
 import pytest
 import torch
-from parity import LEFT, PREFILL, capturing, run_both, same_tokens, tiny, token_ids
+from parity import run_both, same_tokens
+from reports import LEFT, PREFILL, capturing
+from tiny_models import tiny, token_ids
 from transformers import LogitsProcessor
 
 import fastgen
@@ -31,18 +31,18 @@ def inputs_of(name: str, seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 @WAYS
-def test_steps_get_fewer_rows(num_beams):
+def test_steps_have_fewer_rows_after_inputs_finish(num_beams):
     with watched("decode step") as steps:
         tiny("llama").generate(**inputs_of("llama"), **ENDS, num_beams=num_beams)
     rows = [len(step.result) for step in steps]
     assert rows[0] == 5 * num_beams and rows[-1] < rows[0] and rows == sorted(rows, reverse=True)
 
 
-def test_steps_get_as_many_samples_of_each_input_as_one_has_left():
+def test_each_input_has_as_many_samples_as_any_has_left():
     rows = []
 
-    def counted(compact: Callable, step: Any, batch_index: torch.Tensor, kept: torch.Tensor) -> None:
-        compact(step, batch_index, kept)
+    def counted(compact: Callable, step: Any, batch_index: torch.Tensor, rows_left: torch.Tensor) -> None:
+        compact(step, batch_index, rows_left)
         rows.append((step.rows, step.rows_per_input, len(batch_index)))
 
     with replaced("compact a step", counted):
@@ -73,7 +73,7 @@ def test_large_vocabularies_are_drawn_from_on_all_threads(eos):
     assert len(draws) > 20
 
 
-def test_where_torch_draws_in_another_way_all_samples_stay():
+def test_samples_stay_if_torch_draws_in_another_way():
     with replaced("draw as torch", lambda original: False):
         assert LEFT not in same_tokens(tiny("llama"), inputs_of("llama"), **SAMPLES).shared
 
@@ -94,7 +94,7 @@ def test_padding_that_is_not_finite_raises_the_librarys_error(name, number):
 
 
 class ByPlace(LogitsProcessor):
-    """Forbids each row another token."""
+    """A processor that forbids each row another token."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores[torch.arange(len(scores)), torch.arange(len(scores)) + 30] = -torch.inf
@@ -102,17 +102,17 @@ class ByPlace(LogitsProcessor):
 
 
 @WAYS
-@pytest.mark.parametrize(("kept_by", "code"), (("processor", "PROCESSOR_BY_ROW"), ("products", "ROWS_COUPLED")))
-def test_a_row_that_others_depend_on_stays(kept_by, code, num_beams):
-    """On a processor of the program that counts rows, and products that scale all rows alike."""
+@pytest.mark.parametrize(("coupled_by", "code"), (("processor", "PROCESSOR_BY_ROW"), ("products", "ROWS_COUPLED")))
+def test_a_row_that_others_depend_on_stays(coupled_by, code, num_beams):
+    """A processor of user code may count rows, and products may scale all rows alike."""
     model, arguments = tiny("llama"), ENDS | {"num_beams": num_beams}
-    if kept_by == "processor":
+    if coupled_by == "processor":
         arguments["logits_processor"] = [ByPlace()]
     else:
         model = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
     report = same_tokens(model, inputs_of("llama"), **arguments)
     assert LEFT not in report.shared and report.codes(COMPACTION) == {code}
-    assert kept_by == "products" or "ByPlace" in str(report)
+    assert coupled_by == "products" or "ByPlace" in str(report)
 
 
 def test_repeated_rows_of_a_caller_leave_together():
@@ -129,7 +129,7 @@ def test_repeated_rows_of_a_caller_leave_together():
         ({"num_beams": 1, "return_dict_in_generate": True}, set()),
     ],
 )
-def test_one_row_and_outputs_beside_tokens_stay_with_the_library(others, codes):
+def test_one_row_and_further_outputs_stay_with_the_library(others, codes):
     model = tiny("gpt2")
     arguments = {**ENDS, "num_beams": 3, **others}
     input_ids = token_ids(4 if arguments["num_beams"] > 1 else 1, 5)
@@ -143,7 +143,7 @@ def test_after_an_error_of_a_leaving_input_the_library_restarts(num_beams):
     model, arguments = tiny("llama"), {**ENDS, "num_beams": num_beams}
     if num_beams > 1:
         arguments["early_stopping"] = True
-    # When the first input leaves, with caches full of keys.
+    # The first input leaves while caches are full of keys.
     with broken("compact a step's cache", TypeError("ours")), errors_noted() as errors:
         report = same_tokens(model, inputs_of("llama"), **arguments)
     assert LEFT in report.shared and errors == ["ours"]
@@ -157,10 +157,10 @@ def test_a_replaced_method_of_the_librarys_loop_is_called(monkeypatch, owner):
         model.generate(**inputs_of("bart"), **ENDS, num_beams=3)
         assert bool(called) == expected
         replaced = model if owner == "model" else type(model)
-        monkeypatch.setattr(replaced, "_update_finished_beams", lambda *_, **given: called.append(1) or update(**given))
+        monkeypatch.setattr(replaced, "_update_finished_beams", lambda *_, **more: called.append(1) or update(**more))
 
 
-def test_a_model_that_moves_its_cache_itself_is_given_it():
+def test_a_model_that_reorders_its_cache_itself_gets_it():
     model, moved = tiny("gpt2"), set()
 
     def reorder(cache, beam_idx):
@@ -173,13 +173,13 @@ def test_a_model_that_moves_its_cache_itself_is_given_it():
     assert moved == {(15, False), (15, True)}  # by the library's loop, and by fastgen's
 
 
-def test_scores_that_become_nan_are_those_of_all_inputs_together():
-    model, began_anew = tiny("bart"), 0
+def test_scores_that_become_nan_restart_with_all_inputs():
+    model, restarts = tiny("bart"), 0
     model.model.decoder.embed_positions.weight.data[10] = torch.nan
     for seed in range(6):
         report = same_tokens(model, inputs_of("bart", seed), **ENDS | {"max_new_tokens": 20}, num_beams=3)
-        began_anew += "NAN" in report.codes()
-    assert began_anew
+        restarts += "NAN" in report.codes()
+    assert restarts
 
 
 def test_an_ended_row_without_tokens_raises_the_librarys_error():

@@ -1,6 +1,4 @@
-"""Random calls of `generate` give what the unpatched library gives; `make fuzz` compares more of them."""
-
-from __future__ import annotations
+"""Random calls of `generate` agree with the unpatched library; `make fuzz` compares more of them."""
 
 import gc
 from collections import Counter
@@ -18,17 +16,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(("first", "comparisons"), [(0, 150), pytest.param(150, 1000, marks=pytest.mark.slow)])
-def test_random_calls_give_what_the_unpatched_library_gives(first, comparisons):
+def test_random_calls_agree_with_the_unpatched_library(first, comparisons):
     counts, differences = run(first=first, comparisons=comparisons)
     assert not [line for line in differences if line.startswith("different")]
     assert counts["equal, shared"] > comparisons / 2, counts
     assert sum(count for name, count in counts.items() if name.startswith("tie")) <= 1 + comparisons / 200, differences
 
 
-BREAKS = {  # part, what it gives in place of its result, the contexts of the calls that have to tell
+BREAKS = {  # part, its replacement, the contexts of the calls that must differ
     "rows that are not reordered": ("reorder a cache", lambda *args: None, ""),
     "scores that are a little off": ("shared attention", lambda exact, *args, **keys: 1.01 * exact(*args, **keys), ""),
-    "a model that is not looked at": ("changes in a call", lambda *args: False, "captured, changes in a call"),
+    "a model that is not checked": ("changes in a call", lambda *args: False, "captured, changes in a call"),
 }
 
 
@@ -38,18 +36,18 @@ def has_differed(counts: Counter[str]) -> bool:
 
 @pytest.mark.parametrize("what", BREAKS)
 def test_fuzzer_finds_what_is_broken(what):
-    """Among 100 comparisons; those after the first difference would tell no more."""
+    """One of 100 comparisons differs; it stops at the first."""
     part, by, context = BREAKS[what]
     with replaced(part, by):
         assert has_differed(run(first=0, comparisons=100, context=context, is_enough=has_differed)[0])
 
 
-def test_fuzzer_finds_helpers_of_the_program_that_go_unnoticed(monkeypatch):
+def test_fuzzer_finds_user_code_that_goes_unnoticed(monkeypatch):
     monkeypatch.setattr(user_code, "is_from", lambda value, packages: True)
     assert has_differed(run(first=0, comparisons=60, context="replaced helper", is_enough=has_differed)[0])
 
 
-# Every product goes through oneDNN, of models whose weights change in every possible way.
+# Products through oneDNN, of models whose weights change in every possible way.
 
 
 def has_stale_products(comparisons: int) -> bool:
@@ -57,11 +55,11 @@ def has_stale_products(comparisons: int) -> bool:
         return has_differed(run(0, comparisons, context="changes between calls", is_enough=has_differed)[0])
 
 
-def test_products_are_those_of_weights_that_have_changed():
+def test_products_use_the_changed_weights():
     assert not has_stale_products(comparisons=25)
 
 
-def test_fuzzer_finds_copies_of_weights_that_are_stale(monkeypatch):
+def test_fuzzer_finds_stale_copies_of_weights(monkeypatch):
     copies = {}
 
     def multiply(rows, weight, bias=None):
@@ -73,22 +71,22 @@ def test_fuzzer_finds_copies_of_weights_that_are_stale(monkeypatch):
 
 
 def growth(comparisons: int) -> int:
-    """The bytes of all tensors after these comparisons that the same ones before them have not left."""
+    """Returns by how many bytes all tensors grow in the second of two equal series of comparisons."""
     lives = []
     for _ in range(2):
         run(0, comparisons)
         gc.collect()
-        tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
-        storages = [one.untyped_storage() for one in tensors if one.layout == torch.strided]
-        lives.append(sum({one.data_ptr(): one.nbytes() for one in storages}.values()))
+        tensors = [item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter)]
+        storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided]
+        lives.append(sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
     return lives[1] - lives[0]
 
 
-def test_nothing_that_fastgen_keeps_of_models_grows():
+def test_memory_that_fastgen_keeps_of_models_does_not_grow():
     assert growth(comparisons=40) < 1 << 20  # other prompts, other reports
 
 
-def test_growth_is_seen(monkeypatch):
+def test_growth_of_memory_is_seen(monkeypatch):
     tensors, explain = [], fastgen.explain
     monkeypatch.setattr(fastgen, "explain", lambda: tensors.append(torch.zeros(1 << 16)) or explain())
     assert growth(comparisons=10) > 1 << 20

@@ -1,6 +1,4 @@
-"""Models, number formats and ways to run them: the same answer, and `explain()` says what was shared or why not."""
-
-from __future__ import annotations
+"""Models, number formats and ways to run them have the same outputs; `explain()` tells what was shared or why not."""
 
 import inspect
 from collections.abc import Callable
@@ -9,25 +7,9 @@ import numpy
 import pytest
 import torch
 from architectures import BY_NAME
-from parity import (
-    BEAMS,
-    BOTH,
-    CROSS,
-    PREFILL,
-    PROMPT,
-    SAMPLES,
-    assert_equal_outputs,
-    assert_same,
-    inputs_of,
-    is_materialized,
-    is_shared,
-    left_alone_because,
-    lively,
-    padded,
-    run_both,
-    tiny,
-    token_ids,
-)
+from parity import assert_equal_outputs, assert_same, run_both
+from reports import CROSS, PREFILL, PROMPT, is_materialized, is_shared, left_alone_because
+from tiny_models import BEAMS, BOTH, SAMPLES, inputs_of, lively, padded, tiny, token_ids
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from versions import needs
@@ -36,22 +18,7 @@ import fastgen
 
 NAMES = ("llama", "gpt2", "bart", "t5")
 
-
 pytestmark = pytest.mark.usefixtures("share_always")
-
-
-T5 = pytest.param("t5", marks=needs("transformers", "5.23", "T5 keeps the attention that it has"))
-
-
-@pytest.mark.parametrize("name", ("llama", "gpt2", "bart", T5))
-@pytest.mark.parametrize("attention", ("eager", "sdpa"))
-def test_attention_implementations(name, attention):
-    model = tiny(name)
-    model.set_attn_implementation(attention)
-    for arguments in (BEAMS, SAMPLES):
-        report = assert_same(model, padded(9, 5), **arguments)
-        assert is_shared(report, PROMPT)
-        assert set(report.kernels) == {"matmul" if attention == "eager" else "scaled_dot_product_attention"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -81,7 +48,7 @@ def test_half_precision_agrees_up_to_rounding(name, attention, kind):
 
 
 @needs("torch", "2.5", "no flex attention")
-def test_flex_attention_gets_the_whole_keys():
+def test_flex_attention_gets_materialized_keys():
     model = tiny("llama")
     model.set_attn_implementation("flex_attention")
     with torch.compiler.set_stance("force_eager"):
@@ -90,7 +57,7 @@ def test_flex_attention_gets_the_whole_keys():
     assert is_materialized(report)
 
 
-def test_whisper_with_a_prompt_of_language_task_and_earlier_text():
+def test_whisper_shares_prompts_of_language_task_and_text():
     model, features = tiny("whisper"), inputs_of("whisper", 1, 1)
     config = model.generation_config
     config.is_multilingual, config.no_timestamps_token_id = True, 70
@@ -106,7 +73,7 @@ def test_whisper_with_a_prompt_of_language_task_and_earlier_text():
 @needs("transformers", "5.6", "BERT fails with a mask")
 @pytest.mark.parametrize("name", ("bert", "roberta", "xlm-roberta", "electra", "camembert", "ernie"))
 @BOTH
-def test_forward_that_fills_the_cache_and_does_not_return_it(name, arguments):
+def test_forwards_that_return_no_cache_are_shared(name, arguments):
     model = tiny(f"{name}-encoder")
     assert not model.config.is_decoder
     assert is_shared(assert_same(model, padded(9, 5), **arguments), PROMPT)
@@ -114,7 +81,7 @@ def test_forward_that_fills_the_cache_and_does_not_return_it(name, arguments):
 
 @needs("transformers", "5.23", "BigBird fails")
 @BOTH
-def test_random_numbers_of_sparse_attention(arguments):
+def test_random_numbers_of_sparse_attention_are_unchanged(arguments):
     sizes = {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 2, "max_position_embeddings": 128}
     models = iter([tiny("big_bird", **sizes), tiny("big_bird", **sizes)])  # each gives up sparse attention for good
 
@@ -129,7 +96,7 @@ def test_random_numbers_of_sparse_attention(arguments):
 
 @pytest.mark.parametrize("name", ("bart", "t5", "pegasus", "marian", "m2m_100"))
 @pytest.mark.parametrize("attention", ("eager", "sdpa"))
-def test_row_whose_mask_hides_everything(name, attention):
+def test_a_row_whose_mask_hides_everything_is_shared(name, attention):
     model = tiny(name, max_position_embeddings=512, n_positions=512)
     model.set_attn_implementation(attention)
     inputs = padded(300, 7, 1, side="right")  # 300 keys: a product of its own for few queries
@@ -155,13 +122,13 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("what", COMPILED)
-def test_compilation_of_any_part_is_left_to_those_who_ask_for_it(what):
+def test_models_compiled_in_any_part_are_left_alone(what):
     model = tiny("llama")
     COMPILED[what](model)
     assert left_alone_because(assert_same(model, padded(9, 5), **BEAMS), "COMPILED")
 
 
-def test_wrapper_whose_generate_is_that_of_the_model_inside():
+def test_a_compiled_wrapper_shares_like_the_model_inside():
     assert is_shared(assert_same(torch.compile(tiny("llama"), backend="eager"), padded(9, 5), **BEAMS), PROMPT)
 
 
@@ -182,25 +149,25 @@ class TestAdapters:
         return model.eval()
 
     @pytest.mark.parametrize("name", NAMES)
-    def test_lora(self, name):
+    def test_lora_adapters_are_shared(self, name):
         config = self.peft.LoraConfig(r=4, target_modules="all-linear")
         for arguments in (BEAMS, SAMPLES):
             assert is_shared(assert_same(self.adapted(config, name), padded(9, 5), **arguments), PROMPT)
 
-    def test_lora_with_another_adapter_for_each_input(self):
+    def test_an_adapter_for_each_input_is_left_alone(self):
         config = self.peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         model, names = self.adapted(config, "llama", "other"), {"adapter_names": ["default", "other"]}
         assert left_alone_because(assert_same(model, padded(9, 5), **BEAMS, **names), "HOOKS")
 
     @pytest.mark.parametrize("method", ("PrefixTuningConfig", "PromptTuningConfig"))
-    def test_virtual_tokens(self, method):
+    def test_virtual_tokens_are_shared(self, method):
         config = getattr(self.peft, method)(task_type="CAUSAL_LM", num_virtual_tokens=5)
         for arguments in (BEAMS, SAMPLES):
             assert is_shared(assert_same(self.adapted(config), padded(9, 5), **arguments), PROMPT)
 
 
 @pytest.mark.parametrize("inputs", ((9, 5), (9,)), ids=("two inputs", "one input"))
-def test_hooks_see_all_rows(inputs):
+def test_hooks_of_a_model_see_all_rows(inputs):
     model, rows = tiny("llama"), 4 * len(inputs)
     steering = torch.randn(rows, 1, 32, generator=torch.Generator().manual_seed(5))
     model.model.layers[0].register_forward_hook(lambda module, args, hidden_states: hidden_states + steering)
@@ -217,7 +184,7 @@ def test_hooks_of_all_modules_see_all_rows():
     assert left_alone_because(report, "HOOKS") and seen[: len(seen) // 2] == seen[len(seen) // 2 :]
 
 
-def test_offloaded_weights(tmp_path):
+def test_models_with_offloaded_weights_are_shared(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     parts = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "model.layers.0", "lm_head"), "cpu")
     places = parts | {"model.layers.1": "disk"}
@@ -228,7 +195,7 @@ def test_offloaded_weights(tmp_path):
 
 
 @BOTH
-def test_generating_with_gradients_is_left_alone(arguments):
+def test_generation_with_gradients_is_left_alone(arguments):
     model = tiny("llama")
     outputs = {"return_dict_in_generate": True, "output_logits": True}
 
@@ -238,11 +205,11 @@ def test_generating_with_gradients_is_left_alone(arguments):
         torch.stack(returned.logits).square().mean().backward()
         return model.lm_head.weight.grad.clone()
 
-    both = run_both(call, must_report=False)  # which goes around the `generate` that reports
+    both = run_both(call, must_report=False)  # this call bypasses the `generate` that reports
     assert torch.equal(both.stock, both.fast)
 
 
-def test_a_model_goes_on_from_the_states_of_the_call_before():
+def test_a_model_with_states_of_the_last_call_is_left_alone():
     recurrent = BY_NAME["recurrent_gemma"]
     models = iter([recurrent.model() for _ in range(2)])
     arguments = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 3}

@@ -1,6 +1,4 @@
-"""n-gram blocking in transformers: the same scores as the library's, and nobody's tensor is written but our own."""
-
-from __future__ import annotations
+"""n-gram blocking in transformers: the scores of the library, and no tensor of user code is written."""
 
 import copy
 import functools
@@ -11,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parity import assert_equal_outputs, outcome, run_both, token_ids, unchanged
+from parity import assert_equal_outputs, outcome, run_both
+from tiny_models import token_ids, unchanged
 from torch.overrides import TorchFunctionMode
 from transformers import (
     EncoderNoRepeatNGramLogitsProcessor,
@@ -34,7 +33,7 @@ PROMPTS = token_ids(2, 9) % 7 + 5
 
 @pytest.fixture
 def calls():
-    """The names of the forms that ran, one for each call of the op."""
+    """The names of the forms that ran, in the order of the calls."""
     calls = []
 
     def counted(name):
@@ -55,8 +54,8 @@ def stock(call):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("ngram_size", [1, 2, 3, 6, 7])
-@pytest.mark.parametrize("beams", [None, 1, 3], ids=("of a row", "of an input", "of an input, with beams"))
-def test_ngrams_are_banned_as_the_library_does(ngram_size, beams, dtype, calls):
+@pytest.mark.parametrize("beams", [None, 1, 3], ids=("row", "input", "input, with beams"))
+def test_ngrams_are_banned_as_in_the_library(ngram_size, beams, dtype, calls):
     if beams:
         count, arguments = 4 * beams, (ngram_size, rows(4, 6, seed=1))
         processor = EncoderNoRepeatNGramLogitsProcessor(*arguments)
@@ -74,15 +73,15 @@ def test_ngrams_are_banned_as_the_library_does(ngram_size, beams, dtype, calls):
     assert calls == ["copy"] * (11 if beams else 12 - ngram_size)
 
 
-def of_encoder(encoder_input_ids: Any, ngram_size: Any = 2, ngrams: list | None = None) -> torch.Tensor:
-    """What is banned behind the tokens 1 and 2. ngrams: those that a program gives to the processor."""
+def encoder_ban(encoder_input_ids: Any, ngram_size: Any = 2, ngrams: list | None = None) -> torch.Tensor:
+    """Returns the scores after the tokens 1 and 2. ngrams: those that user code sets in the processor."""
     processor = EncoderNoRepeatNGramLogitsProcessor(ngram_size, encoder_input_ids)
     if ngrams is not None:
         processor.generated_ngrams = ngrams
     return processor(torch.tensor([[1], [2]]), torch.zeros(2, VOCABULARY))
 
 
-def of_row(ngram_size: Any, tokens: tuple[int, ...] = (1, 2, 1)) -> torch.Tensor:
+def row_ban(ngram_size: Any, tokens: tuple[int, ...] = (1, 2, 1)) -> torch.Tensor:
     processor = NoRepeatNGramLogitsProcessor(3)
     processor.ngram_size = ngram_size
     return processor(torch.tensor([tokens]), torch.zeros(1, VOCABULARY))
@@ -92,35 +91,34 @@ UNUSUAL = {"no tokens": torch.zeros(2, 0, dtype=torch.long), "padding": torch.te
 UNUSUAL |= {"numpy": rows(2, 3).numpy(), "one dimension": torch.tensor([1, 2, 3])}
 UNUSUAL_SIZES = [(what, size) for what in UNUSUAL for size in (1, 2, True)]
 SAME: dict[str, Callable[[], torch.Tensor]] = {
-    "other dictionaries": lambda: of_encoder(rows(2, 6), ngrams=[{(1,): [3]}, {}]),
-    **{f"{what}, {size}": functools.partial(of_encoder, UNUSUAL[what], size) for what, size in UNUSUAL_SIZES},
-    **{f"an n-gram size of {size!r}": functools.partial(of_row, size) for size in (np.int64(2), True, 0, -1)},
-    "tokens outside of the vocabulary": functools.partial(of_row, 2, (5, 99, 5, 3, 5)),
+    "other dictionaries": lambda: encoder_ban(rows(2, 6), ngrams=[{(1,): [3]}, {}]),
+    **{f"{what}, {size}": functools.partial(encoder_ban, UNUSUAL[what], size) for what, size in UNUSUAL_SIZES},
+    **{f"an n-gram size of {size!r}": functools.partial(row_ban, size) for size in (np.int64(2), True, 0, -1)},
+    "tokens outside of the vocabulary": functools.partial(row_ban, 2, (5, 99, 5, 3, 5)),
 }
 OUTSIDE = needs("transformers", "5.23", "an IndexError")
 
 
 @pytest.mark.parametrize("what", [pytest.param(what, marks=[OUTSIDE] * ("outside" in what)) for what in SAME])
-def test_what_a_program_may_give_or_change_is_the_librarys(what):
+def test_unusual_arguments_and_changes_are_as_in_the_library(what):
     both = run_both(lambda: outcome(SAME[what]), must_report=False)
     assert_equal_outputs(both.stock, both.fast)
 
 
-class TestTheDictionariesOfTheLibrary:
-    def test_are_there_for_who_reads_them(self):
+class TestDictionariesOfTheLibrary:
+    def test_dictionaries_are_there_to_be_read(self):
         encoder_input_ids = torch.tensor([[1, 2, 3], [3, 2, 1]])
-        found = EncoderNoRepeatNGramLogitsProcessor(2, encoder_input_ids)
+        processor = EncoderNoRepeatNGramLogitsProcessor(2, encoder_input_ids)
         expected = stock(lambda: EncoderNoRepeatNGramLogitsProcessor(2, encoder_input_ids))
         encoder_input_ids.fill_(4)  # they are those of the tokens at the time
-        assert found(torch.tensor([[1], [9]]), torch.zeros(2, 5)).isinf().nonzero().tolist() == [[0, 2]]
-        assert found.generated_ngrams == expected.generated_ngrams and len(found.generated_ngrams) == 2
-        assert list(found.generated_ngrams) == expected.generated_ngrams
-        assert repr(found.generated_ngrams) == repr(expected.generated_ngrams)
-        assert vars(found).keys() == vars(expected).keys()
-        assert (found.ngram_size, found.batch_size) == (expected.ngram_size, expected.batch_size)
+        assert processor(torch.tensor([[1], [9]]), torch.zeros(2, 5)).isinf().nonzero().tolist() == [[0, 2]]
+        ngrams = processor.generated_ngrams
+        assert ngrams == list(ngrams) == expected.generated_ngrams and len(ngrams) == 2
+        assert repr(ngrams) == repr(expected.generated_ngrams) and vars(processor).keys() == vars(expected).keys()
+        assert (processor.ngram_size, processor.batch_size) == (expected.ngram_size, expected.batch_size)
 
-    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-    def test_serve_a_processor_that_is_copied_or_not_fastgens(self, duplicate):
+    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda item: pickle.loads(pickle.dumps(item))])
+    def test_dictionaries_serve_copies_and_the_library(self, duplicate):
         processor = EncoderNoRepeatNGramLogitsProcessor(2, rows(2, 6))
         input_ids, scores = rows(4, 5, seed=2), torch.zeros(4, VOCABULARY)
         expected = processor(input_ids, scores)
@@ -135,29 +133,29 @@ class TestTheDictionariesOfTheLibrary:
 
 
 class TestLeftToTheLibrary:
-    def test_scores_in_double_precision_or_with_gradients(self, calls):
+    def test_double_precision_and_gradients_are_left_alone(self, calls):
         processor, tokens = NoRepeatNGramLogitsProcessor(1), torch.tensor([[3]])
         assert processor(tokens, torch.zeros(1, 5, dtype=torch.float64)).isinf().any()
         scores = torch.zeros(1, 5, requires_grad=True)
         processor(tokens, scores).nan_to_num(neginf=0.0).sum().backward()
         assert scores.grad.tolist() == [[1, 1, 1, 0, 1]] and not calls
 
-    def test_transformed_calls(self, calls):
+    def test_transformed_calls_are_left_alone(self, calls):
         processor, input_ids = NoRepeatNGramLogitsProcessor(2), rows(2, 6)
         scores = torch.randn(3, 2, VOCABULARY)
         mapped = torch.func.vmap(lambda scores: processor(input_ids, scores))
         assert torch.equal(mapped(scores), stock(lambda: mapped(scores))) and not calls
         assert torch.equal(mapped(scores)[2], processor(input_ids, scores[2])) and calls == ["copy"]
 
-    def test_encoder_tokens_of_another_type(self, calls):
+    def test_encoder_tokens_of_another_dtype_are_left_alone(self, calls):
         processor = EncoderNoRepeatNGramLogitsProcessor(2, torch.tensor([[1, 2, 3]], dtype=torch.int32))
         with generate_call("model") as call:
-            found = processor(torch.tensor([[1]]), torch.zeros(1, 5))
-        assert found.isinf().nonzero().tolist() == [[0, 2]] and not calls
+            scores = processor(torch.tensor([[1]]), torch.zeros(1, 5))
+        assert scores.isinf().nonzero().tolist() == [[0, 2]] and not calls
         assert call.report.codes() == {"SHAPES"} and "torch.int32 on cpu (supported: torch.int64" in str(call.report)
 
     @needs("transformers", "5.17", "more rows than scores are no error")
-    def test_wrong_arguments(self, calls):
+    def test_wrong_arguments_have_the_librarys_errors(self, calls):
         for ngram_size in (0, -1, 2.0):
             with pytest.raises(ValueError, match="strictly positive integer"):
                 EncoderNoRepeatNGramLogitsProcessor(ngram_size, rows(1, 3))
@@ -166,7 +164,7 @@ class TestLeftToTheLibrary:
         assert not calls
 
 
-# Inside `generate` the scores are written in place only where nobody else holds them.
+# Inside `generate` the scores are written in place only if nobody else holds them.
 
 DECODING = {
     "beam search": {"num_beams": 3, "num_return_sequences": 3},
@@ -193,13 +191,13 @@ def test_generate_bans_in_place_but_not_in_returned_logits(name, arguments, is_r
 
 
 class Keeps(LogitsProcessor):
-    """Keeps what it is given, and gives it on."""
+    """A processor that holds all scores that it sees."""
 
     def __init__(self):
-        self.kept = []
+        self.held = []
 
     def __call__(self, input_ids, scores):
-        self.kept.append(scores)
+        self.held.append(scores)
         return scores
 
 
@@ -233,12 +231,12 @@ def add_by_the_model(model: Any, keeps: Keeps, monkeypatch: pytest.MonkeyPatch) 
     return {}
 
 
-def give_it_first(model: Any, keeps: Keeps, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def pass_it_first(model: Any, keeps: Keeps, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     processors = LogitsProcessorList([keeps, NoRepeatNGramLogitsProcessor(1)])
     return {"logits_processor": processors, "no_repeat_ngram_size": None}
 
 
-def give_it_last(model: Any, keeps: Keeps, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def pass_it_last(model: Any, keeps: Keeps, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {"logits_processor": LogitsProcessorList([keeps])}
 
 
@@ -246,29 +244,29 @@ HOLDERS = {
     "a processor that the model adds": (add_by_the_model, "copy"),
     "a loop that is wrapped": (wrap_the_loop, "copy"),
     "a processor's call that is wrapped": (wrap_a_call, "copy"),
-    "a processor of the caller, first": (give_it_first, "copy"),
-    "a processor of the caller, last": (give_it_last, "in place"),
+    "a processor of the caller, first": (pass_it_first, "copy"),
+    "a processor of the caller, last": (pass_it_last, "in place"),
 }
 
 
-def assert_kept_equal(model: Any, keeps: Keeps, banned: bool = False, **arguments: Any) -> None:
-    """What a program has kept of the scores does not change afterwards."""
+def assert_held_equal(model: Any, keeps: Keeps, banned: bool = False, **arguments: Any) -> None:
+    """Asserts that scores which user code holds do not change afterwards."""
 
     def call():
-        del keeps.kept[:]
-        return model.generate(PROMPTS, **{"no_repeat_ngram_size": 1, "max_new_tokens": 6} | arguments), keeps.kept[:]
+        del keeps.held[:]
+        return model.generate(PROMPTS, **{"no_repeat_ngram_size": 1, "max_new_tokens": 6} | arguments), keeps.held[:]
 
-    (tokens, stock_kept), (fast_tokens, kept), _ = run_both(call)
-    assert torch.equal(tokens, fast_tokens) and len(kept) == len(stock_kept) > 0
-    torch.testing.assert_close(kept, stock_kept)
-    assert any(one.isinf().any() for one in kept) == banned
+    (tokens, stock), (fast_tokens, fast), _ = run_both(call)
+    assert torch.equal(tokens, fast_tokens) and len(fast) == len(stock) > 0
+    torch.testing.assert_close(fast, stock)
+    assert any(scores.isinf().any() for scores in fast) == banned
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_scores_that_somebody_else_holds_are_not_written(holder, calls, monkeypatch):
+def test_scores_that_user_code_holds_are_not_written(holder, calls, monkeypatch):
     hold, form = HOLDERS[holder]
     model, keeps = copy.copy(unchanged("gpt2")), Keeps()
-    assert_kept_equal(model, keeps, banned=form == "in place", **hold(model, keeps, monkeypatch))
+    assert_held_equal(model, keeps, banned=form == "in place", **hold(model, keeps, monkeypatch))
     assert set(calls) == {form}
 
 
@@ -285,7 +283,7 @@ def test_scores_that_a_function_mode_sees_are_not_written(num_beams, calls):
 
     model = unchanged("gpt2")
     with Keeping():
-        assert_kept_equal(model, keeps, num_beams=num_beams)
+        assert_held_equal(model, keeps, num_beams=num_beams)
     assert set(calls) == {"copy"}
 
 
@@ -295,8 +293,8 @@ def test_scores_that_another_processor_has_seen_are_copied(calls):
     assert torch.equal(both.stock, both.fast) and set(calls) == {"copy"}
 
 
-def test_a_list_that_the_caller_has_and_uses_meanwhile(calls):
-    """With no processor of the library's, transformers gives the loop the caller's own list."""
+def test_a_list_that_the_caller_uses_meanwhile_is_copied(calls):
+    """Without a processor of its own, transformers passes the caller's list to the loop."""
     mine, scores = LogitsProcessorList([NoRepeatNGramLogitsProcessor(1)]), torch.zeros(2, VOCABULARY * 20)
 
     class Uses(StoppingCriteria):
@@ -308,7 +306,7 @@ def test_a_list_that_the_caller_has_and_uses_meanwhile(calls):
     assert calls == ["in place", "copy"] * 3
 
 
-def test_a_newer_transformers_is_compared_once_a_processor(calls):
+def test_a_newer_transformers_is_compared_once_per_processor(calls):
     processor, input_ids, scores = NoRepeatNGramLogitsProcessor(2), rows(2, 6), torch.randn(2, VOCABULARY)
     expected = stock(lambda: processor(input_ids, scores))
     with as_untested(), forget_verified():
@@ -317,7 +315,7 @@ def test_a_newer_transformers_is_compared_once_a_processor(calls):
         assert calls == ["copy", "copy"] and verified() == {NoRepeatNGramLogitsProcessor}
 
 
-def test_a_newer_transformers_that_bans_others_is_left_alone():
+def test_a_newer_transformers_that_bans_others_stays_as_is():
     processor, input_ids, scores = NoRepeatNGramLogitsProcessor(1), rows(2, 6), torch.randn(2, VOCABULARY)
     wrong = replaced("no-repeat n-gram", lambda ban, input_ids, scores, *args, **kwargs: scores)
     with as_untested() as failures, forget_verified(), wrong:

@@ -1,10 +1,8 @@
-"""The matrix of architectures and options of `generate`: each gives what the unpatched library gives.
+"""The matrix of architectures and options of `generate`: each agrees with the unpatched library.
 
 Each case runs three ways: with all outputs from shared caches, and with tokens only in eager and in captured steps,
-which finished inputs leave. What else an option has of its own follows below the matrix.
+which finished inputs leave. What is peculiar to an option follows below the matrix.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
@@ -12,31 +10,9 @@ from typing import Any
 import pytest
 import torch
 from architectures import VOCABULARY
-from parity import (
-    BEAMS,
-    BOTH,
-    CROSS,
-    GREEDY,
-    LEFT,
-    PREFILL,
-    PROMPT,
-    SAMPLES,
-    assert_equal_outputs,
-    assert_same,
-    capturing,
-    compared,
-    inputs_of,
-    is_shared,
-    left_alone_because,
-    outcome,
-    padded,
-    replays,
-    run_both,
-    same_tokens,
-    tiny,
-    token_ids,
-    unchanged,
-)
+from parity import assert_equal_outputs, assert_same, compared, outcome, run_both, same_tokens
+from reports import CROSS, LEFT, PREFILL, PROMPT, capturing, is_shared, left_alone_because, replays
+from tiny_models import BEAMS, BOTH, GREEDY, SAMPLES, inputs_of, padded, tiny, token_ids, unchanged
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
@@ -50,7 +26,7 @@ ENDS = {"eos_token_id": list(range(3, 90, 6)), "max_new_tokens": 30}
 SAMPLE = {"do_sample": True}
 ONE_ROW = {"do_sample": False}
 
-# The ways of decoding, which every architecture is tried with.
+# The ways of decoding, with which every architecture runs.
 DECODING: dict[str, dict[str, Any]] = {
     "greedy": ONE_ROW,
     "sample": SAMPLE,
@@ -83,15 +59,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "top_p": SAMPLES | {"top_p": 0.8, "top_k": 0, "min_p": 0.01, "min_new_tokens": 5},
     "typical_p": SAMPLES | {"typical_p": 0.6, "epsilon_cutoff": 0.001},
 }
-OF_ENCODERS = {"encoder_no_repeat_ngram_size": BEAMS | {"encoder_no_repeat_ngram_size": 1}}
+ENCODER_OPTIONS = {"encoder_no_repeat_ngram_size": BEAMS | {"encoder_no_repeat_ngram_size": 1}}
 OTHERS = ("gpt2", "t5", "llama-eager", "marian", "gemma2", "bloom")
 MATRIX = pytest.mark.parametrize(
     ("name", "option"),
     [("llama", option) for option in OPTIONS]
-    + [("bart", option) for option in OPTIONS | OF_ENCODERS]
+    + [("bart", option) for option in OPTIONS | ENCODER_OPTIONS]
     + [(name, option) for name in OTHERS for option in DECODING],
 )
-# Options under which some of the models' inputs end too late, or together; and what the loop of the library keeps.
+# Options under which some models' inputs end too late, or together; and those of the library's own loop.
 MAY_STAY = {"beams", "beams, one returned", "bad_words_ids", "early_stopping never", "max_length", "min_new_tokens"}
 MAY_STAY |= {"prefix_allowed_tokens_fn", "sequence_bias", "encoder_no_repeat_ngram_size", "beam samples"}
 
@@ -102,7 +78,7 @@ def what_is_shared(name: str) -> tuple[str, ...]:
 
 @MATRIX
 def test_option_gives_the_same_outputs_from_shared_caches(name, option):
-    arguments = {"max_new_tokens": 7} | (OPTIONS | OF_ENCODERS)[option]
+    arguments = {"max_new_tokens": 7} | (OPTIONS | ENCODER_OPTIONS)[option]
     report = assert_same(unchanged(name), inputs_of(name, 9, 5), **arguments)
     if report.rows == report.inputs:
         assert left_alone_because(report, "ONE_ROW_PER_INPUT")
@@ -113,7 +89,7 @@ def test_option_gives_the_same_outputs_from_shared_caches(name, option):
 @MATRIX
 def test_option_gives_the_same_tokens_as_inputs_leave(name, option):
     """In eager steps and in captured ones."""
-    model, arguments, left = unchanged(name), (OPTIONS | OF_ENCODERS)[option] | ENDS, 0
+    model, arguments, left = unchanged(name), (OPTIONS | ENCODER_OPTIONS)[option] | ENDS, 0
     for seed in range(3):
         with capturing("on" if seed == 1 else "off"):
             report = same_tokens(model, inputs_of(name, 6, 3, 5, 7, seed=seed), **arguments)
@@ -123,7 +99,7 @@ def test_option_gives_the_same_tokens_as_inputs_leave(name, option):
     assert left or option in MAY_STAY
 
 
-# Other inputs and outputs: architectures, what replaces the inputs, further arguments, what is shared.
+# Other inputs and outputs: architectures, inputs that replace the usual ones, further arguments.
 DECODER_ONLY, ENCODER_DECODERS = ("llama", "gpt2"), ("bart", "t5")
 PROMPTED = {"decoder_input_ids": token_ids(2, 4, seed=3)}
 MASKED = PROMPTED | {"decoder_attention_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])}
@@ -144,7 +120,7 @@ CALLS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
 
 @BOTH
 @pytest.mark.parametrize(("call", "name"), [(call, name) for call, (names, *_) in CALLS.items() for name in names])
-def test_inputs_and_outputs_of_all_kinds_give_the_same(call, name, arguments):
+def test_inputs_and_outputs_of_all_kinds_are_the_same(call, name, arguments):
     _, inputs, options = CALLS[call]
     both = compared(unchanged(name), inputs_of(name, 9, 5) | inputs, **arguments, **options)
     if "use_cache" in options:  # only the first step is computed once per input
@@ -156,7 +132,7 @@ def test_inputs_and_outputs_of_all_kinds_give_the_same(call, name, arguments):
 
 @BOTH
 @pytest.mark.parametrize("name", NAMES)
-def test_short_prompt_is_computed_once_and_repeated(name, arguments, repeated):
+def test_a_short_prompt_is_computed_once_and_repeated(name, arguments, repeated):
     report = assert_same(unchanged(name), padded(9, 5), **arguments)
     assert report.shared == [PREFILL] and "FEW_KEYS" in report.codes(KV_CACHE)
 
@@ -177,10 +153,10 @@ def test_drafted_tokens_are_left_to_the_library(how):
 @pytest.mark.parametrize("inputs", (1, 3))
 @pytest.mark.parametrize("arguments", (BEAMS, SAMPLES, GREEDY), ids=("beams", "samples", "greedy"))
 def test_chunked_prefill_raises_the_error_of_the_library(inputs, arguments):
-    """Whisper's steps cannot go on from it."""
-    given = {"decoder_input_ids": token_ids(inputs, 4), "prefill_chunk_size": 2, **arguments}
+    """Whisper's steps cannot continue after it."""
+    options = {"decoder_input_ids": token_ids(inputs, 4), "prefill_chunk_size": 2, **arguments}
     model, features = unchanged("whisper"), torch.randn(inputs, 8, 40)
-    both = run_both(lambda: outcome(lambda: model.generate(features, **given), TypeError))
+    both = run_both(lambda: outcome(lambda: model.generate(features, **options), TypeError))
     assert both.stock == both.fast and both.stock[0] == "TypeError"
 
 
@@ -188,7 +164,7 @@ def test_chunked_prefill_raises_the_error_of_the_library(inputs, arguments):
 @pytest.mark.parametrize("length", (6, 13, 20), ids="{} tokens".format)
 @pytest.mark.parametrize("weight", ("q_proj", "k_proj"))
 @pytest.mark.parametrize("name", ("llama", "llama-eager", "bart", "bart-eager"))
-def test_attention_that_is_no_number_is_the_librarys(name, weight, length, arguments):
+def test_attention_of_nan_is_as_in_the_library(name, weight, length, arguments):
     model = tiny(name)
     for parameter_name, parameter in model.named_parameters():
         if weight in parameter_name:
@@ -202,11 +178,11 @@ def test_attention_that_is_no_number_is_the_librarys(name, weight, length, argum
     assert_equal_outputs(both.stock, both.fast)
 
 
-# What a program puts into a call: it is called as often, with the same, as by the library.
+# User code in a call: it is called as often, with the same arguments, as by the library.
 
 
 class Noting(BaseStreamer):
-    """A streamer, with methods for a processor and a criterion, that notes what it gets; writes_in: a step."""
+    """A streamer, with methods for a processor and a criterion, that notes its arguments. writes_in: a step."""
 
     def __init__(self, writes_in: int = 0) -> None:
         self.writes_in, self.seen, self.steps = writes_in, [], 0
@@ -230,7 +206,7 @@ class Noting(BaseStreamer):
 
 
 def same_notes(name: str, arguments: Callable[[Noting], dict[str, Any]], writes_in: int = 0) -> tuple[list, Report]:
-    """What the program's part sees of two equal calls, and the report of the second."""
+    """Compares the notes of two equal calls; returns them and the report of the second."""
     model, notes = unchanged(name), []
 
     def call() -> Any:
@@ -246,12 +222,12 @@ def same_notes(name: str, arguments: Callable[[Noting], dict[str, Any]], writes_
 
 @BOTH
 @pytest.mark.parametrize("name", NAMES)
-def test_own_processor_and_criterion_are_called_alike(name, arguments):
-    def own(noting):
+def test_a_processor_and_criterion_are_called_alike(name, arguments):
+    def with_parts(noting):
         parts = {"logits_processor": [noting.processor], "stopping_criteria": [noting.criterion]}
         return arguments | parts
 
-    seen, report = same_notes(name, own)
+    seen, report = same_notes(name, with_parts)
     assert is_shared(report, *what_is_shared(name)) and len(seen) == 8
 
 
@@ -259,12 +235,12 @@ def test_own_processor_and_criterion_are_called_alike(name, arguments):
 @pytest.mark.parametrize("arguments", (BEAMS, SAMPLES, GREEDY), ids=("beams", "samples", "greedy"))
 @pytest.mark.parametrize("penalty", (1.0, 1.7), ids=("alone", "before a processor that reads"))
 @pytest.mark.parametrize("name", ("llama", "bart"))
-def test_processor_may_write_into_input_ids(name, penalty, arguments, step):
+def test_a_processor_may_write_into_input_ids(name, penalty, arguments, step):
     options = {"repetition_penalty": penalty, "no_repeat_ngram_size": 2, **arguments}
     same_notes(name, lambda noting: options | {"logits_processor": [noting.processor]}, step)
 
 
-def test_streamer_gets_the_same_tokens():
+def test_a_streamer_gets_the_same_tokens():
     inputs = {"input_ids": token_ids(1, 6), "do_sample": True, "max_new_tokens": 6}
     used = [Noting(), Noting()]
     model, streamers = unchanged("llama"), iter(used)
@@ -274,7 +250,7 @@ def test_streamer_gets_the_same_tokens():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_error_of_a_processor_comes_through_once(name):
+def test_an_error_of_a_processor_is_raised_once(name):
     error = LookupError("from the processor")
 
     def fail(input_ids, scores):
@@ -284,5 +260,5 @@ def test_error_of_a_processor_comes_through_once(name):
         unchanged(name).generate(**padded(9, 5), **BEAMS, logits_processor=[fail])
     assert caught.value is error
     states = {state.state for state in fastgen.status() if state.name.startswith("transformers.")}
-    assert states <= {"applied", "pending"}  # pending: of models that nobody has imported
+    assert states <= {"applied", "pending"}  # patches of models that nobody has imported are pending
     assert is_shared(assert_same(unchanged(name), padded(9, 5), **BEAMS), *what_is_shared(name))

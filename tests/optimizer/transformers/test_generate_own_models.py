@@ -1,9 +1,7 @@
-"""A model class of the user, whose attention does to its keys what no library model does: still the right answer.
+"""Model classes of user code may use their keys as no library model does: outputs are still those of the library.
 
-What single functions of torch do to shared keys: test_segmented_kv.py.
+Single functions of torch on shared keys are tested in test_segmented_kv.py.
 """
-
-from __future__ import annotations
 
 import functools
 import itertools
@@ -11,18 +9,9 @@ import itertools
 import pytest
 import torch
 from own_models import ODD, by_einsum, by_products, odd_model, repeated
-from parity import (
-    BEAMS,
-    BOTH,
-    PROMPT,
-    SAMPLES,
-    assert_equal_outputs,
-    assert_same,
-    is_materialized,
-    is_shared,
-    padded,
-    run_both,
-)
+from parity import assert_equal_outputs, assert_same, run_both
+from reports import PROMPT, is_materialized, is_shared
+from tiny_models import BEAMS, BOTH, SAMPLES, padded
 
 from fastgen.testing import as_tested, configured, costs
 
@@ -31,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("share_always")
 
 @pytest.mark.parametrize("attend", ODD)
 @BOTH
-def test_odd_use_of_keys_gets_them_whole(attend, arguments):
+def test_odd_uses_of_keys_materialize_them(attend, arguments):
     report = assert_same(odd_model(attend), padded(9, 5), **arguments)
     assert is_shared(report) and PROMPT in str(report)
     assert is_materialized(report), report
@@ -43,7 +32,7 @@ def test_plain_products_work_on_segments(arguments):
 
 
 @BOTH
-def test_a_long_prompt_after_one_too_short_to_share(arguments):
+def test_a_long_prompt_is_shared_after_a_short_one(arguments):
     """The class is trusted after the first call, and its attention meets shared keys first in the second."""
     model = odd_model(by_einsum)
     with configured(share="auto"), costs(prefill_cost=0, prefill_cost_per_module=0):
@@ -53,7 +42,7 @@ def test_a_long_prompt_after_one_too_short_to_share(arguments):
     assert is_shared(second) and PROMPT in str(second)
 
 
-def test_a_class_whose_state_has_no_end_is_compared_in_each_call():
+def test_a_class_with_cyclic_state_is_compared_in_each_call():
     model = odd_model(by_einsum)
     model.states = []
     model.states.append(model.states)
@@ -61,11 +50,11 @@ def test_a_class_whose_state_has_no_end_is_compared_in_each_call():
         assert is_shared(assert_same(model, padded(9, 5), **BEAMS))
 
 
-# Keys and values that the attention keeps or writes.
+# Keys and values that the attention holds or writes.
 
 
 def assert_same_records(attend, at_the_end=list):
-    """Equal outputs, and equal records of `attend(record, query, keys, values, mask)`, for prompts long and short."""
+    """Asserts equal outputs and equal records of `attend(record, query, keys, values, mask)`, for all prompts."""
     record: list = []
     model = odd_model(lambda *states: attend(record, *states))
 
@@ -75,31 +64,23 @@ def assert_same_records(attend, at_the_end=list):
         return output, at_the_end(record)
 
     for share, arguments in itertools.product(("always", "auto"), (BEAMS, SAMPLES)):
-        # The class is trusted immediately: else one that fails is left alone after the comparison before its first use.
+        # The class is trusted immediately: otherwise one that fails is left alone after its first comparison.
         with as_tested(), configured(share=share), costs(prefill_cost=0, prefill_cost_per_module=0):
             both = run_both(functools.partial(call, arguments))
             assert is_shared(both.report) and (PROMPT in str(both.report)) is (share == "always")
             assert_equal_outputs(both.stock, both.fast)
 
 
-def through_out(states):
-    torch.mul(states, 0.5, out=states)
-
-
-def through_data(states):
-    states.data[0] = 0.25
-
-
 WRITE = {
     "mul_": lambda states: states.mul_(0.5),
     "copy_": lambda states: states.copy_(states.flip(0)),
     "index": lambda states: states.__setitem__((slice(None), slice(None), 0), 0.125),
-    "out": through_out,
+    "out": lambda states: torch.mul(states, 0.5, out=states),
     "transposed": lambda states: states.transpose(2, 3).mul_(0.5),
     "unsqueezed": lambda states: states[:, :, None].mul_(0.5),
     "mT": lambda states: states.mT.__setitem__((0, 0), 0.5),
     "detached": lambda states: states.detach().mul_(0.5),
-    "data": through_data,
+    "data": lambda states: states.data.__setitem__(0, 0.25),
     "view": lambda states: states.view(-1).mul_(0.5),
     "as_strided": lambda states: torch.as_strided(states, (4,), (1,)).zero_(),
     "reshaped to itself": lambda states: states.reshape(states.shape).mul_(0.5),
@@ -114,29 +95,29 @@ WRITE = {
 @pytest.mark.parametrize("way", WRITE)
 @pytest.mark.parametrize("when", ("before", "after", "a step later"))
 def test_keys_can_be_written_in_any_way(way, when):
-    kept: list = []
+    held: list = []
 
     def writing(record, query, keys, values, mask):
         if query.shape[2] > 1:
-            kept.clear()
+            held.clear()
             return by_products(query, keys, values, mask)
         if when == "before":
             WRITE[way](keys)
         attended = by_products(query, keys, values, mask)
         if when == "after":
             WRITE[way](values)
-        if when == "a step later" and len(kept) > 1:
-            WRITE[way](kept[-2])  # of the same layer
-            record.append(kept[-2] + 0)
-        kept.append(keys)
+        if when == "a step later" and len(held) > 1:
+            WRITE[way](held[-2])  # the keys of the same layer
+            record.append(held[-2] + 0)
+        held.append(keys)
         record.append((keys + 0, values + 0))
         return attended
 
     assert_same_records(writing)
 
 
-def test_keys_of_all_steps_can_be_kept_and_read_at_the_end():
-    def keeping(record, query, keys, values, mask):
+def test_keys_of_all_steps_can_be_held_and_read_at_the_end():
+    def holding(record, query, keys, values, mask):
         if query.shape[2] == 1:
             record.append((keys, values, keys.transpose(2, 3), repeated(values)))
         return by_products(query, keys, values, mask)
@@ -144,7 +125,7 @@ def test_keys_of_all_steps_can_be_kept_and_read_at_the_end():
     def read(record):
         return [[states + 0 for states in step] for step in record]
 
-    assert_same_records(keeping, at_the_end=read)
+    assert_same_records(holding, at_the_end=read)
 
 
 def test_copies_of_keys_are_not_changed_by_a_later_write():

@@ -1,15 +1,14 @@
-"""Several threads generate at once, with and without fastgen, on one model and on two."""
+"""Several threads generate at the same time, with and without fastgen, on one model and on two."""
 
-from __future__ import annotations
-
-import contextvars
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from parity import BEAMS, CROSS, PROMPT, assert_equal_outputs, is_shared, padded, tiny
+from parity import assert_equal_outputs
+from reports import CROSS, PROMPT, is_shared
+from tiny_models import BEAMS, padded, tiny
 
 import fastgen
 
@@ -26,18 +25,18 @@ class Rendezvous:
         self.barrier = threading.Barrier(2)
 
     def __call__(self, input_ids, scores):
-        self.barrier.wait(timeout=600)  # so that the other fails alone
+        self.barrier.wait(timeout=600)  # if the other thread fails
         return scores
 
 
-def at_once(*calls: Callable) -> list:
-    """The results of the calls, each in a thread of its own."""
+def in_threads(*calls: Callable) -> list:
+    """Returns the results of the calls, each in a thread of its own."""
     with ThreadPoolExecutor(len(calls)) as threads:
         return [future.result() for future in [threads.submit(call) for call in calls]]
 
 
 def generate(model, inputs, meeting=None):
-    """What `generate` returns and what the thread that called it reads in `explain()`."""
+    """Returns the output of `generate`, and the report in its thread."""
     processors = {"logits_processor": [meeting]} if meeting else {}
     output = model.generate(**inputs, **BEAMS, **OUTPUTS, min_new_tokens=7, **processors)
     return output, fastgen.explain()
@@ -50,11 +49,10 @@ def stock(model, inputs):
 
 @pytest.mark.parametrize("names", [("llama", "bart"), *zip(*[("llama", "gpt2", "bart", "t5")] * 2)], ids=str)
 def test_two_threads_generate_on_one_model_and_on_two(names):
-    """With two models, or with one."""
     models = {name: tiny(name) for name in names}
     calls = [(models[name], inputs) for name, inputs in zip(names, (padded(9, 5), padded(4, 12, 7, seed=2)))]
     meeting = Rendezvous()
-    results = at_once(*(lambda call=call: generate(*call, meeting) for call in calls))
+    results = in_threads(*(lambda call=call: generate(*call, meeting) for call in calls))
     for (model, inputs), (output, report) in zip(calls, results):
         assert_equal_outputs(stock(model, inputs), output)
         assert report.model == type(model).__name__ and report.inputs == len(inputs["input_ids"])
@@ -68,20 +66,10 @@ def test_disabled_in_one_thread_does_not_disable_another():
         with fastgen.disabled():
             return generate(model, inputs, meeting)
 
-    (plain, no_report), (fast, report) = at_once(without, lambda: generate(model, inputs, meeting))
+    (plain, no_report), (fast, report) = in_threads(without, lambda: generate(model, inputs, meeting))
     assert no_report.codes() == {"NO_CALL"}
     assert is_shared(report, PROMPT)
     assert_equal_outputs(plain, fast)
-
-
-def test_thread_started_inside_disabled_uses_fastgen():
-    model, inputs = tiny("llama"), padded(9, 5)
-    with fastgen.disabled():
-        context = contextvars.copy_context()
-        [(_, report)] = at_once(lambda: generate(model, inputs))
-        [(_, no_report)] = at_once(lambda: context.run(generate, model, inputs))
-    assert is_shared(report, PROMPT)
-    assert no_report.codes() == {"NO_CALL"}
 
 
 def test_disabling_while_another_thread_generates_lets_it_finish():

@@ -1,6 +1,4 @@
-"""`fastgen.reusing_prefix`: what the call before has computed is not computed again, where the model is the same."""
-
-from __future__ import annotations
+"""`fastgen.reusing_prefix`: keys of the previous call are not computed again if the model is the same."""
 
 import gc
 import itertools
@@ -17,8 +15,10 @@ from architectures import ARCHITECTURES, WITHOUT_PREFIX
 from fuzz_changes import CHANGES, attention_scale, weight_in_place
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity import TOKENS_ONLY, WAYS, capturing, compared, tiny, token_ids, unchanged, with_prefix
+from parity import compared
 from peft import LoraConfig, get_peft_model
+from reports import capturing
+from tiny_models import TOKENS_ONLY, WAYS, tiny, token_ids, unchanged, with_prefix
 
 import fastgen
 from fastgen import testing
@@ -33,12 +33,12 @@ SHORT = {"max_new_tokens": 4, "do_sample": False}
 
 
 def prompts(*lengths: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Behind the same 9 tokens in every call, rows of so many tokens, padded on the left."""
+    """Returns rows of so many tokens after the same 9 tokens in every call, padded on the left."""
     return with_prefix(*(9 + length for length in lengths), prefix=9, seed=seed)
 
 
 def with_longer_prefix() -> dict[str, torch.Tensor]:
-    """Two rows that begin with 14 tokens, of which 9 are those of all calls."""
+    """Returns two rows that begin with 14 equal tokens, of which 9 are those of all calls."""
     together = {name: torch.cat([value, value]) for name, value in prompts(6, seed=7).items()}
     together["input_ids"][1, -1] += 1
     return together
@@ -51,10 +51,10 @@ def llama():
 
 @pytest.mark.parametrize(
     ("architecture", "way"),
-    list(zip([one for one in ARCHITECTURES if one.kind == "causal"], itertools.cycle(WAYS))),
+    list(zip([each for each in ARCHITECTURES if each.kind == "causal"], itertools.cycle(WAYS))),
     ids=lambda value: getattr(value, "id", value),
 )
-def test_every_architecture_goes_on_from_the_call_before(architecture, way):
+def test_every_architecture_continues_from_the_last_call(architecture, way):
     model = architecture.model()
     with fastgen.reusing_prefix(model):
         for seed in range(3):
@@ -69,7 +69,7 @@ def test_every_architecture_goes_on_from_the_call_before(architecture, way):
         assert (report.prefix_length, report.prefix_tokens_kept) == lengths
 
 
-def test_a_report_tells_what_is_kept_and_why_it_was_not_used(llama):
+def test_a_report_tells_what_is_kept_and_why_it_is_not_used(llama):
     short, other = Reason("PREFIX_SHORT", "too short to gain", "9 of 13 tokens were kept"), token_ids(1, 14, seed=8)
     with configured(share="auto"), fastgen.reusing_prefix(llama):
         first, second = (compared(llama, prompts(5, seed=seed), **SHORT).report for seed in range(2))
@@ -79,19 +79,19 @@ def test_a_report_tells_what_is_kept_and_why_it_was_not_used(llama):
     assert [reason.detail for part, reason in third.not_done if part == KEPT] == ["0 of 13 tokens were kept"]
 
 
-def test_a_conversation_goes_on_behind_its_last_prompt(llama):
+def test_a_conversation_continues_after_its_last_prompt(llama):
     said = prompts(3)["input_ids"]
-    kept = []
+    lengths = []
     with fastgen.reusing_prefix(llama):
         for seed in range(4):
             result = compared(llama, {"input_ids": said, "attention_mask": torch.ones_like(said)}, **SHORT)
-            kept.append(result.report.prefix_tokens_kept)
+            lengths.append(result.report.prefix_tokens_kept)
             said = torch.cat([result.fast.sequences, token_ids(1, 3, seed=seed)], dim=1)
-    assert kept == [0, 12, 19, 26]
+    assert lengths == [0, 12, 19, 26]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_batches_go_on_behind_what_their_rows_have_in_common(llama, way):
+def test_batches_continue_after_their_common_prefix(llama, way):
     options = {**WAYS[way], **TOKENS_ONLY, "max_new_tokens": 5}
     with fastgen.reusing_prefix(llama):
         reports = [compared(llama, prompts(5, 3, 4, seed=seed), **options).report for seed in range(3)]
@@ -101,7 +101,7 @@ def test_batches_go_on_behind_what_their_rows_have_in_common(llama, way):
     assert reports[1].as_dict()["prefix_tokens_kept"] == 9
 
 
-def test_forwards_see_only_what_was_not_kept(llama):
+def test_forwards_see_only_tokens_that_were_not_kept(llama):
     seen: list[int] = []
     real = type(llama.model).forward
 
@@ -115,21 +115,21 @@ def test_forwards_see_only_what_was_not_kept(llama):
             testing.replaced("reasons of rows", lambda *args: []),
             mock.patch.object(type(llama.model), "forward", forward),
         ):
-            for seed in (1, 2, 3):  # with this forward the model is another, and is tried once more
+            for seed in (1, 2, 3):  # this forward makes the model another one, which is computed once more
                 del seen[:]
                 llama.generate(**prompts(5, seed=seed), **SHORT)
     assert seen == [5, 1, 1, 1]
 
 
 @pytest.mark.parametrize("lengths", ((5,), (5, 5)), ids=("one row", "two rows"))
-def test_steps_behind_a_kept_prefix_are_captured(llama, lengths):
+def test_steps_after_a_kept_prefix_are_captured(llama, lengths):
     with capturing(), fastgen.reusing_prefix(llama):
         for seed in range(3):
             report = compared(llama, prompts(*lengths, seed=seed), max_new_tokens=20, **TOKENS_ONLY).report
     assert report.prefix_tokens_kept == 9 and report.replays > 0
 
 
-def test_embeddings_are_kept_as_tokens_are(llama):
+def test_embeddings_are_kept_like_tokens(llama):
     with fastgen.reusing_prefix(llama):
         for seed in range(2):
             inputs = prompts(4, seed=seed)
@@ -176,7 +176,7 @@ def test_adapters_that_are_switched_are_computed_anew():
                     assert torch.equal(ours, model.generate(**prompts(5, seed=seed), **SHORT))
 
 
-def test_weights_that_nobody_writes_need_not_be_read():
+def test_weights_are_not_read_if_the_caller_says_so():
     model = tiny("llama")
     with testing.watched("read weights") as checksums, fastgen.reusing_prefix(model, check_weights=False):
         compared(model, prompts(5), **SHORT)
@@ -184,9 +184,9 @@ def test_weights_that_nobody_writes_need_not_be_read():
     assert report.prefix_tokens_kept == 9 and not checksums
 
 
-def sees_two_that_change_places(tensor: torch.Tensor, one: int, other: int) -> bool:
+def sees_two_that_change_places(tensor: torch.Tensor, first: int, second: int) -> bool:
     after = tensor.clone()
-    after[[one, other]] = after[[other, one]]
+    after[[first, second]] = after[[second, first]]
     is_seen = not torch.equal(kept_prefix._checksum(tensor), kept_prefix._checksum(after))
     return is_seen != torch.equal(tensor, after)
 
@@ -199,13 +199,13 @@ def test_a_checksum_sees_changed_bits_and_changed_places(dtype, size, data):
     tensor = torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8, generator=generator)
     tensor = (tensor % 2 if dtype == torch.bool else tensor).view(dtype)
     before, data_bytes = kept_prefix._checksum(tensor), tensor.view(torch.uint8)
-    one, other = (data.draw(st.integers(0, len(data_bytes) - 1)) for _ in range(2))
-    assert sees_two_that_change_places(data_bytes, one, other)
-    data_bytes[one] ^= 1
+    first, second = (data.draw(st.integers(0, len(data_bytes) - 1)) for _ in range(2))
+    assert sees_two_that_change_places(data_bytes, first, second)
+    data_bytes[first] ^= 1
     assert not torch.equal(before, kept_prefix._checksum(tensor))
 
 
-def test_weights_whose_bits_cannot_be_read_are_not_compared(llama):
+def test_models_with_unreadable_weights_keep_no_prefix(llama):
     model = tiny("llama")
 
     class Other(torch.nn.Parameter):
@@ -235,13 +235,13 @@ def test_a_cache_of_the_callers_is_not_kept(llama):
     with fastgen.reusing_prefix(llama):
         first = llama.generate(**prompts(5), **SHORT, return_dict_in_generate=True)
         longer = torch.cat([first.sequences, token_ids(1, 3, seed=4)], dim=1)
-        with testing.watched("keep a prefix") as kept:
+        with testing.watched("keep a prefix") as calls:
             llama.generate(input_ids=longer, past_key_values=first.past_key_values, **SHORT)
-        assert all(call.args[1].host.user_cache for call in kept)
+        assert all(call.args[1].host.user_cache for call in calls)
         assert compared(llama, prompts(5, seed=1), **SHORT).report.prefix_tokens_kept == 9
 
 
-def test_what_is_returned_may_be_written_into(llama):
+def test_returned_caches_may_be_written_into(llama):
     with fastgen.reusing_prefix(llama):
         first = llama.generate(**prompts(5), **(SHORT | {"max_new_tokens": 1}), return_dict_in_generate=True)
         for layer in first.past_key_values.layers:
@@ -255,14 +255,14 @@ def test_what_is_returned_may_be_written_into(llama):
 def test_another_thread_may_keep_another_prefix_meanwhile(llama):
     """The context of a thread may be copied to others, as `asyncio.to_thread` does."""
 
-    def found_sync(original: Callable, reuse: Any, *args: Any) -> Any:
-        found = original(reuse, *args)
+    def find_then_drop(original: Callable, reuse: Any, *args: Any) -> Any:
+        prefix = original(reuse, *args)
         reuse.stored = reuse._state = None
-        return found
+        return prefix
 
     with fastgen.reusing_prefix(llama):
         compared(llama, prompts(5), **SHORT)
-        with testing.replaced("find a prefix", found_sync):
+        with testing.replaced("find a prefix", find_then_drop):
             assert compared(llama, prompts(5, seed=1), **SHORT).report.prefix_tokens_kept == 9
 
 
@@ -275,7 +275,7 @@ def test_a_window_leaves_the_prefix_and_padding_is_not_kept(llama):
                 assert compared(model, inputs, **SHORT, **TOKENS_ONLY).report.prefix_tokens_kept == 0
 
 
-def test_one_equal_token_is_the_beginning_of_every_text(llama):
+def test_one_equal_token_is_no_prefix(llama):
     inputs = prompts(5)
     with fastgen.reusing_prefix(llama):
         compared(llama, inputs, **SHORT)
@@ -287,20 +287,20 @@ def test_one_equal_token_is_the_beginning_of_every_text(llama):
 
 
 def test_nothing_is_kept_outside_of_the_block(llama):
-    kept = []
+    uses = []
 
     def keep(original: Callable, reuse: Any, *args: Any) -> None:
         original(reuse, *args)
-        kept.append(weakref.ref(reuse))
+        uses.append(weakref.ref(reuse))
 
     with testing.replaced("keep a prefix", keep), fastgen.reusing_prefix(llama):
         compared(llama, prompts(5), **SHORT)
     gc.collect()
-    assert kept and all(reuse() is None for reuse in kept)
+    assert uses and all(reuse() is None for reuse in uses)
     assert compared(llama, prompts(5), **SHORT).report.prefix_tokens_kept == 0
 
 
-def test_the_block_is_of_one_model(llama):
+def test_each_block_serves_one_model(llama):
     other = tiny("llama")
     with fastgen.reusing_prefix(llama):
         for seed in range(2):

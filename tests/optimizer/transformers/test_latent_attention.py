@@ -1,25 +1,11 @@
 """Multi-head latent attention: latents that rows share are kept, and expanded into keys and values, once per input."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from architectures import DROP, INDEXED, LATENT
-from parity import (
-    BEAMS,
-    BOTH,
-    PROMPT,
-    assert_equal_caches,
-    assert_same,
-    capturing,
-    compared,
-    is_shared,
-    left_alone_because,
-    padded,
-    replays,
-    run_both,
-    tiny,
-)
+from parity import assert_equal_caches, assert_same, compared, run_both
+from reports import PROMPT, capturing, is_shared, left_alone_because, replays
+from tiny_models import BEAMS, BOTH, padded, tiny
 from torch import nn
 
 from fastgen.optimizer.transformers.models.latent_attention import expanding_in_parts
@@ -61,7 +47,7 @@ def test_latents_are_expanded_in_parts(name, arguments):
 
 
 @BOTH
-def test_eager_attention(arguments):
+def test_eager_attention_multiplies_segments(arguments):
     model = latent("deepseek_v3")
     model.set_attn_implementation("eager")
     assert set(assert_same(model, padded(9, 5), **arguments).kernels) == {"matmul"}
@@ -97,7 +83,7 @@ def test_calls_of_two_threads_may_end_in_any_order():
 
 
 @pytest.mark.parametrize("place", ("class", "module"))
-def test_an_expansion_of_the_program_gets_whole_latents(place, monkeypatch):
+def test_an_expansion_of_user_code_gets_whole_latents(place, monkeypatch):
     model = latent("deepseek_v3")
     attention = model.model.layers[0].self_attn
     owner = type(attention) if place == "class" else attention

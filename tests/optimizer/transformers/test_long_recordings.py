@@ -1,12 +1,12 @@
-"""Whisper's own generate of recordings longer than 40 frames: windows are shared; text, segments and times stay."""
-
-from __future__ import annotations
+"""Whisper's generate of recordings longer than 40 frames: windows are shared; text, segments and times stay."""
 
 from typing import Any
 
 import pytest
 import torch
-from parity import CROSS, PROMPT, is_shared, replays, run_both, tiny
+from parity import run_both
+from reports import CROSS, PROMPT, is_shared, replays
+from tiny_models import tiny
 
 from fastgen.optimizer.decoding.report import Report
 from fastgen.testing import watched
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("share_always")
 
 
 def recordings(*frames: int) -> dict[str, torch.Tensor]:
-    """Features of recordings of these lengths as one batch, and the mask that tells them from padding."""
+    """Returns features of recordings of these lengths as one batch, and the mask of their padding."""
     features = torch.randn(len(frames), 8, max(frames), generator=torch.Generator().manual_seed(3))
     lengths = torch.tensor(frames)[:, None]
     mask = (torch.arange(max(frames)) < lengths).long()  # [B, F]
@@ -32,7 +32,7 @@ def transcriber(**settings: Any) -> torch.nn.Module:
 
 
 def transcribed(model: torch.nn.Module, inputs: dict[str, torch.Tensor], **arguments: Any) -> list[Report]:
-    """Compares sequences, segments and times with the library's; what fastgen says of each of Whisper's own calls."""
+    """Compares sequences, segments and times with the library's; returns the reports of Whisper's own calls."""
 
     def transcribe() -> tuple[list, list]:
         outputs = model.generate(**inputs, return_timestamps=True, return_segments=True, **arguments)
@@ -49,22 +49,22 @@ def transcribed(model: torch.nn.Module, inputs: dict[str, torch.Tensor], **argum
 
 
 def assert_shared(reports: list[Report], inputs: list[int], beams: int) -> None:
-    """Each window with all beams of these numbers of recordings was shared."""
+    """Asserts that each window, with all beams of so many recordings, was shared."""
     assert [(report.inputs, report.rows) for report in reports] == [(each, each * beams) for each in inputs]
     assert all(is_shared(report, PROMPT, CROSS) for report in reports)
 
 
 LOUD = {"temperature": TEMPERATURES, "logprob_threshold": -0.5}
-# Lengths of the recordings, options, and how many recordings each window is of.
+# Lengths of the recordings, options, and how many recordings each window holds.
 WINDOWS: dict[str, tuple[tuple[int, ...], dict[str, Any], list[int]]] = {
     "until some have ended": ((130, 75), {}, [2, 2, 1, 1]),
-    "of longer texts": ((130, 75), {"max_new_tokens": 40}, [2, 2, 1, 1]),
-    "of one recording, without a mask": ((130,), {}, [1] * 4),
+    "longer texts": ((130, 75), {"max_new_tokens": 40}, [2, 2, 1, 1]),
+    "one recording, without a mask": ((130,), {}, [1] * 4),
     # A prompt is longer than the two tokens that each window begins with, so its rows are padded on the left.
     "after earlier text": ((130, 90, 60), {"max_new_tokens": 40, "condition_on_prev_tokens": True}, [3, 3, 2, 1]),
-    "where speech is looked for": ((130, 75), LOUD | {"no_speech_threshold": 1e-4}, [2, 2, 1, 1]),
+    "a threshold of speech": ((130, 75), LOUD | {"no_speech_threshold": 1e-4}, [2, 2, 1, 1]),
     # Whisper's generate repeats the recordings, and not the mask of their frames.
-    "with several outputs": ((130, 75), {"num_return_sequences": 2}, [4, 4, 2, 2]),
+    "several outputs": ((130, 75), {"num_return_sequences": 2}, [4, 4, 2, 2]),
 }
 
 
@@ -79,8 +79,8 @@ def test_all_beams_of_each_window_are_shared(what):
     assert "condition_on_prev_tokens" not in options or any(replays(report) for report in reports)
 
 
-def test_beams_before_a_fallback_to_other_temperatures():
-    """Whisper's generate falls back with one row per recording, and has no beams from then on."""
+def test_beams_are_shared_before_a_fallback():
+    """Whisper's generate falls back to other temperatures with one row per recording, and then has no beams."""
     first, *others = transcribed(
         transcriber(), recordings(130, 75), num_beams=3, max_new_tokens=12, compression_ratio_threshold=1.35, **LOUD
     )
@@ -88,8 +88,8 @@ def test_beams_before_a_fallback_to_other_temperatures():
     assert len(others) > 3 and {report.rows // report.inputs for report in others} == {1}
 
 
-def test_samples_of_a_fallback_that_only_some_recordings_need():
-    """Of three recordings two are decoded again; the mask that Whisper's generate hands on is of all three."""
+def test_a_fallback_may_concern_only_some_recordings():
+    """Two of three recordings are decoded again; the mask that Whisper's generate passes on has all three."""
     reports = transcribed(
         transcriber(), recordings(130, 75, 60), max_new_tokens=12, **LOUD | {"logprob_threshold": -1.86}
     )

@@ -1,17 +1,16 @@
 """Models too large for a device: `tp_plan="auto"` in two ranks, and `device_map="auto"`.
 
-Keys are shared in each rank's part of the heads. What a rank lacks comes by all-reduce, inside of the model's modules.
+Keys are shared in each rank's part of the heads; the other parts come by all-reduce, inside of the model's modules.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from architectures import Architecture
-from parity import BEAMS, PROMPT, SAMPLES, assert_same, is_shared, lively, padded
+from parity import assert_same
 from python_process import REPOSITORY, run_python
+from reports import PROMPT, is_shared
+from tiny_models import BEAMS, SAMPLES, lively, padded
 
 torch = pytest.importorskip("torch")
 accelerate = pytest.importorskip("accelerate")
@@ -21,33 +20,35 @@ pytestmark = pytest.mark.usefixtures("share_always", "one_thread")
 RANK = """
 import json, os, sys
 import torch, transformers
-from parity import BEAMS, PROMPT, SAMPLES, compared, is_shared, padded
+from parity import compared
+from tiny_models import BEAMS, SAMPLES, padded
+from reports import PROMPT, is_shared
 from fastgen.testing import configured
 
 folder = sys.argv[1]
 model = transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval()
 heads = model.model.layers[0].self_attn.k_proj.weight
 assert heads.to_local().shape[0] == heads.shape[0] // 2  # this rank has half of them
-found = {}
+results = {}
 for name, arguments in {"beams": BEAMS, "samples": SAMPLES}.items():
     with configured(share="always"):
         both = compared(model, padded(9, 5), **arguments)
-    found[name] = {"shared": is_shared(both.report, PROMPT), "sequences": both.fast.sequences.tolist()}
+    results[name] = {"shared": is_shared(both.report, PROMPT), "sequences": both.fast.sequences.tolist()}
 with open(f"{folder}/rank-{os.environ['RANK']}.json", "w") as file:
-    json.dump(found, file)
+    json.dump(results, file)
 """
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     lively(Architecture("llama", "causal").model()).save_pretrained(folder)
     return folder
 
 
 @pytest.mark.slow
-def test_tensor_parallel_ranks_share_the_keys_of_their_heads(saved: Path) -> None:
-    """Each rank compares with the unpatched library, which runs on the same two ranks; and both say the same."""
+def test_tensor_parallel_ranks_share_the_keys_of_their_heads(saved):
+    """Each rank compares with the unpatched library on the same two ranks, and both have the same outputs."""
     (saved / "rank.py").write_text(RANK)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     helpers = str(REPOSITORY / "tests/helpers")
@@ -60,8 +61,8 @@ def test_tensor_parallel_ranks_share_the_keys_of_their_heads(saved: Path) -> Non
     assert first["beams"]["sequences"] == whole.generate(**padded(9, 5), **BEAMS).tolist()
 
 
-def test_a_model_by_device_map_auto_shares_keys(saved: Path, tmp_path: Path) -> None:
-    """All that fits is in the memory of the CPU, and the rest on disk."""
+def test_a_model_by_device_map_auto_shares_keys(saved, tmp_path):
+    """The memory of the CPU holds as much as fits, and the disk the rest."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         saved, device_map="auto", max_memory={"cpu": "60KB"}, offload_folder=tmp_path
     ).eval()

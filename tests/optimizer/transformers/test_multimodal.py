@@ -1,7 +1,5 @@
 """Models that also take images: prompts of text and of images are shared as in other models."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from parity import BOTH, CROSS, PROMPT, TOKENS_ONLY, assert_same, is_shared, left_alone_because, lively, padded
+from parity import assert_same
+from reports import CROSS, PROMPT, is_shared, left_alone_because
+from tiny_models import BOTH, TOKENS_ONLY, lively, padded
 from torch import nn
 from transformers import Gemma3TextConfig, GemmaConfig, LlamaConfig, SiglipVisionConfig
 
@@ -25,7 +25,7 @@ TEXT = SIZES | {"vocab_size": 99}
 VISION = SiglipVisionConfig(**SIZES, image_size=16, patch_size=8)
 
 
-# Sizes of vision encoders and text decoders, and what each configuration has besides them.
+# Sizes of vision encoders and text decoders.
 PATCHES = {"hidden_size": 32, "intermediate_size": 64, "depth": 2, "num_heads": 4, "patch_size": 8}
 QWEN_IDS = {
     "image_token_id": IMAGE,
@@ -125,7 +125,7 @@ def test_a_prompt_of_text_is_shared(make, arguments):
 
 
 def with_images(*lengths: int, images: int = 1, axes: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
-    """Each image has four tokens. axes: what the model expects around the channels, height and width of images."""
+    """Returns prompts with images of four tokens. axes: dimensions before the channels of the images."""
     inputs = text(*lengths)
     for image in range(images):
         inputs["input_ids"][:, 3 + 5 * image : 7 + 5 * image] = IMAGE
@@ -134,7 +134,7 @@ def with_images(*lengths: int, images: int = 1, axes: tuple[int, ...] = ()) -> d
 
 
 def with_patches() -> dict[str, torch.Tensor]:
-    """For Qwen, an image of one token to each row; its pixels are rows of patches."""
+    """Returns prompts for Qwen with an image of one token each, whose pixels are rows of patches."""
     inputs = text(9, 9)
     inputs["input_ids"][:, 3:6] = torch.tensor([BEGIN, IMAGE, END])
     inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE).long()
@@ -160,7 +160,7 @@ def test_images_in_a_prompt_are_shared(make, arguments):
 
 
 @BOTH
-def test_images_that_an_encoder_sees(arguments):
+def test_images_in_the_encoders_prompt_are_shared(arguments):
     inputs = with_images(9, 9)
     inputs["input_ids"][:, 7] = IMAGE
     inputs["attention_mask"][1, 8:] = 0
@@ -169,7 +169,7 @@ def test_images_that_an_encoder_sees(arguments):
 
 @BOTH
 @pytest.mark.parametrize("as_many", (True, False), ids=("as many in each", "other numbers"))
-def test_several_images_in_a_prompt(as_many, arguments):
+def test_several_images_in_a_prompt_are_shared(as_many, arguments):
     inputs = with_images(15, 15, images=2)
     if not as_many:
         inputs["input_ids"][0, 8:12] = 7
@@ -178,7 +178,7 @@ def test_several_images_in_a_prompt(as_many, arguments):
 
 
 @pytest.mark.parametrize("different", (True, False))
-def test_prompts_that_the_caller_has_repeated(different):
+def test_repeated_prompts_are_shared_if_images_are_equal(different):
     inputs = {name: value.repeat_interleave(3, dim=0) for name, value in with_images(9, 7).items()}
     if different:
         inputs["pixel_values"] = torch.randn(6, 3, 16, 16)
@@ -190,7 +190,7 @@ def test_prompts_that_the_caller_has_repeated(different):
 
 
 @BOTH
-def test_text_after_images_that_the_model_remembers_positions_of(arguments):
+def test_positions_of_the_last_images_do_not_reach_text(arguments):
     model, words = ready(qwen2_vl), text(9, 7)
     words["mm_token_type_ids"] = torch.zeros_like(words["input_ids"])
     for _ in range(2):
@@ -199,7 +199,7 @@ def test_text_after_images_that_the_model_remembers_positions_of(arguments):
 
 
 def alike(inputs: dict[str, torch.Tensor], prefix: int, differ: bool = True) -> dict[str, torch.Tensor]:
-    """These inputs, whose rows begin with `prefix` equal tokens; then follows another one in each."""
+    """Returns these inputs with `prefix` equal tokens at the beginning of each row, then different ones."""
     start = (inputs["attention_mask"] != 0).long().argmax(dim=1)
     for row in range(1, len(start)):
         inputs["input_ids"][row, start[row] : start[row] + prefix] = inputs["input_ids"][
@@ -214,8 +214,8 @@ def alike(inputs: dict[str, torch.Tensor], prefix: int, differ: bool = True) -> 
 Inputs = dict[str, torch.Tensor]
 
 
-def behind(axes: tuple[int, ...] = ()) -> Inputs:
-    """The first image is another one in each row."""
+def after(axes: tuple[int, ...] = ()) -> Inputs:
+    """Returns prompts whose first image, after the prefix, differs from row to row."""
     return alike(with_images(14, 14, axes=axes), 3, differ=False)
 
 
@@ -233,31 +233,31 @@ def other_numbers() -> Inputs:
 
 
 def with_types() -> Inputs:
-    inputs = behind()
+    inputs = after()
     return inputs | {"token_type_ids": (inputs["input_ids"] == IMAGE).long()}
 
 
-def patches_behind() -> Inputs:
+def patches_after() -> Inputs:
     return alike(with_patches(), 3, differ=False)
 
 
-# The model, its inputs, how many tokens of a common prefix are computed once, and how many are saved, or why none are.
+# The model, its inputs, the length of the common prefix, and how many tokens are saved, or why none.
 PREFIXES = [
-    *((make, inputs, *lengths) for make in (llava, blip2) for inputs, *lengths in ((behind, 3, 3), (inside, 10, 20))),
-    (idefics3, partial(behind, (1,)), 3, 3),
+    *((make, inputs, *lengths) for make in (llava, blip2) for inputs, *lengths in ((after, 3, 3), (inside, 10, 20))),
+    (idefics3, partial(after, (1,)), 3, 3),
     (idefics3, partial(inside, (1,)), 10, 20),
     (llava, other_numbers, 3, 3),
-    (gemma3, behind, 0, "SLIDING_WINDOW"),
-    (paligemma, behind, 0, "NOT_CAUSAL"),
+    (gemma3, after, 0, "SLIDING_WINDOW"),
+    (paligemma, after, 0, "NOT_CAUSAL"),
     (gemma3, with_types, 0, "IMAGES"),
-    (qwen2_vl, patches_behind, 0, "ARGUMENT_COLUMNS"),
-    (qwen3_vl, patches_behind, 0, "ARGUMENT_COLUMNS"),
+    (qwen2_vl, patches_after, 0, "ARGUMENT_COLUMNS"),
+    (qwen3_vl, patches_after, 0, "ARGUMENT_COLUMNS"),
 ]
 
 
 @BOTH
 @pytest.mark.parametrize(("make", "inputs", "length", "saved"), PREFIXES)
-def test_images_behind_and_inside_a_common_prefix(make, inputs, length, saved, arguments):
+def test_images_after_and_inside_a_common_prefix(make, inputs, length, saved, arguments):
     torch.manual_seed(0)
     report = assert_same(ready(make), inputs(), **arguments, **TOKENS_ONLY)
     assert report.prefix_length == length
@@ -265,7 +265,7 @@ def test_images_behind_and_inside_a_common_prefix(make, inputs, length, saved, a
 
 
 @pytest.mark.parametrize("order", (1, -1))
-def test_a_prefix_whose_tokens_see_what_follows_is_the_librarys(order):
+def test_a_prefix_that_sees_later_tokens_is_left_alone(order):
     """Gemma 3 lets neighbours of type 1 see each other."""
     model, options = ready(partial(gemma3, window=60)), TOKENS_ONLY | {"max_new_tokens": 5, "do_sample": False}
     inputs = alike(text(14, 14, 14), 8)
@@ -278,7 +278,7 @@ def test_a_prefix_whose_tokens_see_what_follows_is_the_librarys(order):
         assert types is causal or report.codes(PREFIX) == {"NOT_CAUSAL"}
 
 
-def test_positions_of_a_text_model_that_depend_on_the_prompt():
+def test_positions_of_a_text_model_that_depend_on_prompts():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     model = ready(partial(llava, rope_parameters=rope, max_position_embeddings=8))
     unused = copy.deepcopy(model)  # it remembers the longest prompt

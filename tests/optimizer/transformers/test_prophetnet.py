@@ -1,11 +1,9 @@
-"""ProphetNet: steps with the cache give what the library gives without it, where the library's own steps do not.
+"""ProphetNet: steps with the cache agree with the library without it; the library's own cached steps do not.
 
 Without its cache the library mixes up positions in the predict streams of more than one token: it reads an array of
-[streams, heads, length] as one of [length, streams, heads]. `whole_positions` puts that right, so that the library
-without its cache, which has none of the defects of its cache, is what these tests compare with.
+[streams, heads, length] as one of [length, streams, heads]. `whole_positions` mends that: these tests compare with the
+library without its cache, which has none of the cache's defects.
 """
-
-from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
@@ -15,19 +13,9 @@ from unittest import mock
 import pytest
 import torch
 from architectures import SPECIAL
-from parity import (
-    CROSS,
-    PROMPT,
-    assert_equal_outputs,
-    assert_same,
-    is_shared,
-    left_alone_because,
-    lively,
-    padded,
-    run_both,
-    tiny,
-    token_ids,
-)
+from parity import assert_equal_outputs, assert_same, run_both
+from reports import CROSS, PROMPT, is_shared, left_alone_because
+from tiny_models import lively, padded, tiny, token_ids
 from transformers import (
     EncoderDecoderModel,
     ProphetNetConfig,
@@ -54,7 +42,7 @@ def make(kind=ProphetNetForConditionalGeneration, **overrides):
 
 @pytest.fixture
 def whole_positions(monkeypatch):
-    """In both, so that the library's prompts are alike, too."""
+    """Mends the positions with and without fastgen, so that the library's prompts are alike, too."""
     original = ProphetNetNgramSelfAttention.get_predict_relative_pos_embeddings
 
     def embeddings(self, hidden_states, attn_weights, position_ids, buckets):
@@ -65,7 +53,7 @@ def whole_positions(monkeypatch):
         index = buckets.long()[:, None, None].expand(*states.shape[:3], -1, -1)
         return torch.gather(states, 4, index)
 
-    # As if it were the library's: code of the program would be left alone.
+    # Named like the library's own function: user code would be left alone.
     embeddings = FunctionType(embeddings.__code__, original.__globals__, closure=embeddings.__closure__)
     monkeypatch.setattr(ProphetNetNgramSelfAttention, "get_predict_relative_pos_embeddings", embeddings)
 
@@ -75,7 +63,7 @@ def is_by_streams(report):
 
 
 def compared(model, inputs, **arguments):
-    """The library without its cache and fastgen with it give the same; returns fastgen's report."""
+    """Compares the library without its cache and fastgen with it; returns fastgen's report."""
     arguments = {"max_new_tokens": 9, "return_dict_in_generate": True, "output_logits": True, **arguments}
     arguments["output_scores"] = True
     cached = iter((False, True))
@@ -98,7 +86,7 @@ WAYS = {
 @pytest.mark.parametrize("arguments", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("lengths", [(7,), (9, 4, 6, 8)], ids=["one input", "four inputs"])
 @pytest.mark.parametrize("has_encoder", (True, False), ids=("encoder-decoder", "decoder only"))
-def test_cached_steps_give_what_the_library_gives_without_cache(has_encoder, lengths, arguments, whole_positions):
+def test_cached_steps_agree_with_the_library_without_cache(has_encoder, lengths, arguments, whole_positions):
     model = make() if has_encoder else make(ProphetNetForCausalLM, add_cross_attention=False)
     report = compared(model, padded(*lengths, side="right" if has_encoder else "left"), **arguments)
     assert not arguments or is_shared(report, CROSS if has_encoder else PROMPT)
@@ -106,18 +94,18 @@ def test_cached_steps_give_what_the_library_gives_without_cache(has_encoder, len
 
 @pytest.mark.parametrize("ngram", [1, 3])
 @pytest.mark.parametrize("kind", [ProphetNetForConditionalGeneration, ProphetNetForCausalLM])
-def test_other_numbers_of_predict_streams(ngram, kind, whole_positions):
+def test_other_numbers_of_predict_streams_are_right(ngram, kind, whole_positions):
     model = make(kind, ngram=ngram, add_cross_attention=kind is ProphetNetForConditionalGeneration)
     compared(model, padded(8, 5), num_beams=3)
 
 
-def test_prophetnet_in_double_precision(whole_positions):
+def test_prophetnet_is_right_in_double_precision(whole_positions):
     inputs = padded(8, 5, side="right")
     inputs["attention_mask"] = inputs["attention_mask"].double()  # with integers the library's encoder gives nan
     compared(make().double(), inputs, num_beams=3)
 
 
-def test_prompts_of_the_decoder_with_padding(whole_positions):
+def test_padded_prompts_of_the_decoder_are_right(whole_positions):
     prompts = {f"decoder_{name}": states for name, states in padded(6, 4, seed=3).items()}
     compared(make(), padded(8, 5, side="right") | prompts, num_beams=3)
 
@@ -132,13 +120,13 @@ def test_finished_inputs_leave_the_batch(whole_positions):
 
 
 @pytest.mark.parametrize("arguments", [{"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}])
-def test_it_is_the_librarys_own_cached_step_where_that_works(arguments):
+def test_steps_are_the_librarys_if_its_cache_is_right(arguments):
     report = assert_same(make(pad_token_id=0), {"input_ids": token_ids(2, 7)}, max_new_tokens=9, **arguments)
     assert is_shared(report, CROSS)
     assert is_by_streams(report)
 
 
-def test_decoder_of_another_encoder():
+def test_a_decoder_of_another_encoder_has_its_streams():
     encoder = tiny("bert-encoder").bert
     decoder = make(ProphetNetForCausalLM, pad_token_id=0, add_cross_attention=True)
     model = EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
@@ -148,27 +136,20 @@ def test_decoder_of_another_encoder():
     assert is_by_streams(report)
 
 
-@pytest.mark.parametrize("num_beams", [1, 3])
-def test_the_library_raises_if_padding_is_not_the_first_token(num_beams):
-    errors = (ValueError, AssertionError)  # the latter in older versions
-    with fastgen.disabled(), pytest.raises(errors, match="`position_ids` are incorrect"):
-        make().generate(token_ids(2, 7), num_beams=num_beams, max_new_tokens=4)
-
-
 def second_logits(model, inputs, use_cache):
     options = {"max_new_tokens": 3, "return_dict_in_generate": True, "output_logits": True, "use_cache": use_cache}
     with fastgen.disabled():
         return model.generate(**inputs, **options).logits[1]
 
 
-def test_the_library_sees_the_padding_of_prompts_in_its_cache(whole_positions):
+def test_the_librarys_cache_sees_the_padding_of_prompts(whole_positions):
     model, inputs = make(ProphetNetForCausalLM, add_cross_attention=False, pad_token_id=0), padded(9, 4)
     cached, whole = (second_logits(model, inputs, use_cache) for use_cache in (True, False))
     torch.testing.assert_close(cached[0], whole[0], rtol=1e-4, atol=1e-4)  # without padding
     assert (cached[1] - whole[1]).abs().max() > 0.01
 
 
-def test_the_library_mixes_positions_up_without_its_cache():
+def test_the_library_mixes_up_positions_without_its_cache():
     model, inputs = make(pad_token_id=0), {"input_ids": token_ids(2, 7)}
     assert (second_logits(model, inputs, True) - second_logits(model, inputs, False)).abs().max() > 0.01
 
@@ -179,7 +160,7 @@ def test_buckets_are_computed_once_per_step():
     assert len(buckets) == 5  # the first of 6 tokens comes from the prompt
 
 
-def test_more_than_logits_comes_from_the_library():
+def test_outputs_besides_logits_come_from_the_library():
     model, asked = make(pad_token_id=0), {"output_attentions": True, "output_hidden_states": True}
     report = assert_same(model, {"input_ids": token_ids(2, 7)}, num_beams=3, max_new_tokens=5, **asked)
     assert not is_by_streams(report)
@@ -200,15 +181,14 @@ def test_other_forwards_and_gradients_are_the_librarys():
     other = copy.deepcopy(model)
     input_ids, labels = token_ids(2, 7), token_ids(2, 5, seed=2)
     losses = []
-    for one, context in ((model, fastgen.disabled()), (other, nullcontext())):
+    for twin, context in ((model, fastgen.disabled()), (other, nullcontext())):
         with context:
             torch.manual_seed(0)
-            outputs = one.train()(input_ids=input_ids, labels=labels)
+            outputs = twin.train()(input_ids=input_ids, labels=labels)
             outputs.loss.backward()
             with torch.no_grad():
-                prompt = one.eval()(input_ids=input_ids, decoder_input_ids=labels[:, :1])
-                kept = prompt.past_key_values
-                step = one(input_ids=input_ids, decoder_input_ids=labels[:, 1:2], past_key_values=kept)
+                cache = twin.eval()(input_ids=input_ids, decoder_input_ids=labels[:, :1]).past_key_values
+                step = twin(input_ids=input_ids, decoder_input_ids=labels[:, 1:2], past_key_values=cache)
         losses.append((outputs.loss, step.logits, step.logits_ngram))
     for stock, fast in zip(*losses):
         assert torch.equal(stock, fast)
@@ -217,7 +197,7 @@ def test_other_forwards_and_gradients_are_the_librarys():
 
 
 @pytest.mark.parametrize("place", ("a method of one module", "the forward of a projection"))
-def test_code_of_the_program_is_called_as_by_the_library(place):
+def test_user_code_is_called_as_by_the_library(place):
     model, seen = make(pad_token_id=0), []
     decoder = model.prophetnet.decoder
     is_method = place.startswith("a method")

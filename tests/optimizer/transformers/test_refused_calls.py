@@ -1,13 +1,12 @@
-"""Calls that the library refuses: its own error, once, after as much as it has done; nothing is switched off."""
-
-from __future__ import annotations
+"""Calls that the library refuses have its own error, once, at the same point; nothing is switched off."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from parity import capturing, tiny, token_ids
+from reports import capturing
+from tiny_models import tiny, token_ids
 from torch import Tensor
 from transformers import LogitsProcessor
 
@@ -31,7 +30,7 @@ def _not_strict(request):
 
 
 def assert_refused_alike(call: Callable[[], Any]) -> None:
-    """The same error without fastgen and with it, and the same random numbers afterwards; nothing is switched off."""
+    """Asserts the same error and random numbers without fastgen and with it, and that nothing is switched off."""
     seen = []
     for context in (fastgen.disabled(), fastgen.enabled()):
         torch.manual_seed(3)
@@ -43,13 +42,13 @@ def assert_refused_alike(call: Callable[[], Any]) -> None:
 
 @WAYS
 @pytest.mark.parametrize("shape", [(0, 9), (2, 3, 9), (2, 0)], ids=str)
-def test_prompts_of_a_shape_that_the_library_refuses(shape, options):
+def test_prompts_of_a_wrong_shape_have_the_librarys_error(shape, options):
     model = tiny("llama")
     assert_refused_alike(lambda: model.generate(token_ids(*shape), max_new_tokens=5, **options))
 
 
 class Returns(LogitsProcessor):
-    """Returns something else in its fifth call. calls: how often it was called, whoever asks."""
+    """A processor that returns something else in its fifth call. calls: of all processors of this class."""
 
     calls = 0
 
@@ -74,7 +73,7 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
     [(change, options) for change in CHANGES for options in (GREEDY, SAMPLES, BEAMS) if change != "nan"]
     + [("nan", SAMPLES)],
 )
-def test_a_processor_of_the_program_is_called_once_a_step(options, change):
+def test_a_processor_of_user_code_is_called_once_a_step(options, change):
     model, calls = tiny("llama"), []
 
     def call():
@@ -88,21 +87,21 @@ def test_a_processor_of_the_program_is_called_once_a_step(options, change):
     assert calls == [5, 5]
 
 
-def test_what_a_processor_of_the_library_holds_is_put_back():
+def test_the_state_of_a_librarys_processor_is_restored():
     model, input_ids = tiny("llama"), token_ids(6, 9)
-    guided = {"guidance_scale": 1.5, "negative_prompt_ids": input_ids.flip(1)}  # a prompt for each sample is wanted
+    guided = {"guidance_scale": 1.5, "negative_prompt_ids": input_ids.flip(1)}  # it needs a prompt for each sample
     assert_refused_alike(lambda: model.generate(input_ids, **guided, **SAMPLES, max_new_tokens=12))
 
 
 @WAYS
-def test_positions_that_the_model_has_not(options):
+def test_too_many_positions_have_the_librarys_error(options):
     model = tiny("gpt2", n_positions=16)
     arguments = {"max_new_tokens": 30, "eos_token_id": list(range(3, 90, 6)), "min_new_tokens": 12, **options}
     assert_refused_alike(lambda: model.generate(token_ids(4, 9), **arguments))
     assert "CAPTURE_REFUSED" not in fastgen.explain().codes()
 
 
-def test_random_numbers_are_put_back_before_a_second_try():
+def test_random_numbers_are_restored_before_a_second_try():
     model, input_ids = tiny("llama"), token_ids(3, 9)
     arguments = {**SAMPLES, "max_new_tokens": 12, "eos_token_id": list(range(3, 90, 6))}
     with fastgen.disabled():

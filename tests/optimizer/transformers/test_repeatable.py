@@ -1,13 +1,11 @@
-"""With FASTGEN_REPEATABLE=1 a call gives the same bits whatever was called before it."""
+"""With FASTGEN_REPEATABLE=1 a call returns the same bits whatever was called before it."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 import torch
-from parity import padded, replays, tiny
+from reports import replays
+from tiny_models import padded, tiny
 
 import fastgen
 from fastgen.ops.tracing import Diverged
@@ -22,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def scores_of_beams(name: str, calls_before: tuple[int, ...], eos: list[int] | None = None) -> torch.Tensor:
-    """Of a call of 40 steps, or 120 that inputs leave at these ends, that follows calls with so many steps each."""
+    """Returns the scores of 40 steps, or 120 that inputs leave at `eos`, after calls with so many steps each."""
     model = tiny(name)
     for seed, steps in enumerate((*calls_before, 40 if eos is None else 120), start=8 - len(calls_before)):
         scores = beams(model, seed, steps, eos)
@@ -49,13 +47,13 @@ def beams(
 
 
 @pytest.fixture
-def repeatable() -> Iterator[None]:
+def repeatable():
     with configured(repeatable=True):
         yield
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_scores_do_not_depend_on_calls_before(name, repeatable):
+def test_scores_do_not_depend_on_earlier_calls(name, repeatable):
     alone = scores_of_beams(name, ())
     for calls_before in ((40,), (12, 60)):
         assert torch.equal(scores_of_beams(name, calls_before), alone)
@@ -86,7 +84,7 @@ def differ(model: torch.nn.Module) -> None:
 
 
 def diverge(model: torch.nn.Module) -> None:
-    """The next call replays a step that takes another way."""
+    """Makes the next call replay a step that diverges."""
     beams(model)
     (graph,) = captured_graphs(model).values()
     graph._replay = mock.Mock(side_effect=Diverged("a scalar has changed"))
@@ -94,7 +92,7 @@ def diverge(model: torch.nn.Module) -> None:
 
 @pytest.mark.usefixtures("repeatable", "share_always")
 @pytest.mark.parametrize("before", [capture_other_arguments, fail_to_pad, differ, diverge])
-def test_scores_do_not_depend_on_what_calls_before_could_not_do(before):
+def test_scores_do_not_depend_on_what_failed_before(before):
     expected, replayed = beams(alone := tiny("llama")), replays(fastgen.explain())
     before(model := tiny("llama"))
     assert torch.equal(beams(model), expected)

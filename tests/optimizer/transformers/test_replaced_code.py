@@ -1,6 +1,4 @@
-"""User code in the place of the library's, around a generate or in its steps, sees the rows that it sees there."""
-
-from __future__ import annotations
+"""User code that replaces the library's, around a generate or in its steps, sees the rows that it would see there."""
 
 import functools
 from collections.abc import Callable
@@ -11,20 +9,9 @@ import pytest
 import torch
 from accelerate import hooks as accelerate_hooks
 from fuzz_changes import steered as steered_rows
-from parity import (
-    BEAMS,
-    PROMPT,
-    SAMPLES,
-    assert_same,
-    capturing,
-    is_shared,
-    left_alone_because,
-    replays,
-    run_both,
-    same_tokens,
-    tiny,
-    token_ids,
-)
+from parity import assert_same, run_both, same_tokens
+from reports import PROMPT, capturing, is_shared, left_alone_because, replays
+from tiny_models import BEAMS, SAMPLES, tiny, token_ids
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -40,7 +27,7 @@ from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears
 from fastgen.testing import force
 
 INPUTS = {"input_ids": token_ids(2, 9)}
-ROWS = (6, 8)  # of `BEAMS` and of `SAMPLES`, for two inputs
+ROWS = (6, 8)  # of two inputs with `BEAMS` and with `SAMPLES`
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +37,7 @@ def everywhere(share_always):
 
 
 def steered(output: Any) -> Any:
-    """Each row times another number, if there are as many rows as in the library; of a tuple, its first item."""
+    """Multiplies rows by different numbers, if there are as many as in the library; in a tuple, its first item."""
     if isinstance(output, tuple):
         return (steered(output[0]), *output[1:])
     if isinstance(output, torch.Tensor):
@@ -63,7 +50,7 @@ def steering(original: Callable) -> Callable:
     return lambda *args, **kwargs: steered(original(*args, **kwargs))
 
 
-# What is put in place of a function, a method or the forward of one module; other forms: tests/test_provenance.py.
+# Replacements of a function, a method or the forward of one module; other forms: tests/test_provenance.py.
 
 
 class Descriptor:
@@ -93,7 +80,7 @@ PLACES: list[tuple[tuple[str, dict[str, Any]], Any, str, Callable]] = [
     (EAGER, modeling_llama, "eager_attention_forward", steering),
     (LLAMA, modeling_llama, ROTARY, REPLACEMENTS["mock"]),
     (LLAMA, functional, "scaled_dot_product_attention", steering),
-    (("codegen", {"rotary_dim": 4}), functional, "softmax", steering),  # of an `nn.Softmax` that each step makes
+    (("codegen", {"rotary_dim": 4}), functional, "softmax", steering),  # called by an `nn.Softmax` that each step makes
     *((LLAMA, MLP, "forward", REPLACEMENTS[how]) for how in ("function", "wrapper")),
     (LLAMA, MLP, "forward", Descriptor),
     (LLAMA, MLP, "forward", lambda original: functools.partialmethod(steering(original))),
@@ -149,7 +136,7 @@ def activation(model: Any) -> str:
     return "act_fn of module model.layers.1.mlp"
 
 
-def module_of_the_program(model: Any) -> str:
+def user_module(model: Any) -> str:
     class Inner(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
@@ -167,7 +154,7 @@ def torchscript(model: Any) -> str:
     return "TorchScript"
 
 
-@pytest.mark.parametrize("put_in", [method_of_one_module, activation, module_of_the_program, torchscript])
+@pytest.mark.parametrize("put_in", [method_of_one_module, activation, user_module, torchscript])
 def test_user_code_in_one_model_sees_all_rows(put_in):
     model = tiny("llama")
     assert_left_alone(model, put_in(model))
@@ -181,7 +168,7 @@ class SteeringHook(accelerate_hooks.ModelHook):
 @pytest.mark.parametrize("others", [0, 2])
 @pytest.mark.parametrize("is_wrapped", [False, True])
 @pytest.mark.parametrize("place", ["", "model.layers.0", "model.layers.1.mlp.down_proj"])
-def test_hooks_of_accelerate_that_the_program_wrote_see_all_rows(place, is_wrapped, others):
+def test_hooks_of_accelerate_by_user_code_see_all_rows(place, is_wrapped, others):
     model = tiny("llama")
     module = model.get_submodule(place)
     if is_wrapped:
@@ -243,15 +230,15 @@ def test_replaced_functions_are_called_in_every_step(monkeypatch, name):
 
 
 @pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True}], ids=("greedy", "samples"))
-def test_call_of_one_model_is_called_as_in_the_library(arguments):
+def test_a_call_method_of_one_model_is_called(arguments):
     model = tiny("llama")
 
-    def of_model(*args: Any, **kwargs: Any) -> Any:
+    def call_of_model(*args: Any, **kwargs: Any) -> Any:
         outputs = type(model).__call__(model, *args, **kwargs)
         outputs.logits = outputs.logits.roll(1, -1)
         return outputs
 
-    vars(model)["__call__"] = of_model
+    vars(model)["__call__"] = call_of_model
     arguments |= {"max_new_tokens": 20, "eos_token_id": list(range(3, 90, 6))}
     stock, fast, report = run_both(lambda: model.generate(token_ids(3, 9), **arguments))
     assert torch.equal(stock, fast) and "METHOD_REPLACED" in report.codes()
@@ -263,7 +250,7 @@ class SteeringMode(TorchFunctionMode):
         return steered(output) if func is functional.silu else output
 
 
-def test_modes_of_the_program_see_all_rows_and_products():
+def test_torch_modes_of_user_code_see_rows_and_products():
     model = tiny("llama")
 
     def call(arguments: dict[str, Any], mode: Any) -> Any:
@@ -276,7 +263,7 @@ def test_modes_of_the_program_see_all_rows_and_products():
     assert both.stock[1].get_total_flops() == both.fast[1].get_total_flops() > 0
 
 
-def test_beams_under_half_precision_by_default():
+def test_beams_are_the_same_with_half_precision_by_default():
     model, default = tiny("llama"), torch.get_default_dtype()
     torch.set_default_dtype(torch.float16)
     try:
@@ -301,7 +288,7 @@ PRODUCTS: dict[str, tuple[torch.Tensor, torch.Tensor | None, Callable]] = {
 
 @pytest.mark.parametrize("what", PRODUCTS)
 def test_odd_products_are_those_of_torch(what):
-    """Through an `nn.Linear`, while it has fastgen's forward and afterwards."""
+    """Compares an `nn.Linear` with fastgen's forward and without it."""
     weight, bias, through = PRODUCTS[what]
     module = nn.Linear(64, 48, bias=bias is not None)
     module.weight = nn.Parameter(weight, requires_grad=False)

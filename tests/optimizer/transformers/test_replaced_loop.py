@@ -1,6 +1,4 @@
-"""What a program has put into a decoding loop: functions, another `__call__`, values of each row, other widths."""
-
-from __future__ import annotations
+"""User code in a decoding loop: functions, another `__call__`, values of each row, other widths."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +7,9 @@ from unittest import mock
 
 import pytest
 import torch
-from parity import LEFT, assert_equal_outputs, capturing, outcome, padded, run_both, token_ids, unchanged
+from parity import assert_equal_outputs, outcome, run_both
+from reports import LEFT, capturing
+from tiny_models import padded, token_ids, unchanged
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
@@ -33,7 +33,7 @@ llama = partial(unchanged, "llama")
 
 
 def generate(way: dict[str, Any], **arguments: Any) -> Any:
-    """Tokens with and without fastgen, which have to be equal; gives fastgen's report."""
+    """Compares tokens with and without fastgen; returns fastgen's report."""
     model = llama()
     both = run_both(lambda: model.generate(**padded(7, 3, 5, 6, 2, 4), **ENDS | way | arguments))
     assert torch.equal(both.stock, both.fast)
@@ -59,7 +59,7 @@ def by_batch_index(self: Any, input_ids: torch.Tensor, scores: torch.Tensor) -> 
         ("LogitsProcessorList", "__call__", {}),
     ],
 )
-def test_call_of_a_processor_that_is_replaced_sees_all_rows(monkeypatch, name, method, options, way, captures):
+def test_a_replaced_call_of_a_processor_sees_all_rows(monkeypatch, name, method, options, way, captures):
     assert LEFT in generate(way, **options).shared
     monkeypatch.setattr(getattr(logits_process, name), method, by_batch_index)
     with capturing("on" if captures else "off"):
@@ -68,7 +68,7 @@ def test_call_of_a_processor_that_is_replaced_sees_all_rows(monkeypatch, name, m
 
 
 @WAYS
-def test_method_of_a_processor_that_is_replaced_sees_all_rows(monkeypatch, way):
+def test_a_replaced_method_of_a_processor_sees_all_rows(monkeypatch, way):
     original = logits_process.SequenceBiasLogitsProcessor._prepare_bias_variables
 
     def prepare(self: Any, scores: torch.Tensor) -> None:
@@ -79,7 +79,7 @@ def test_method_of_a_processor_that_is_replaced_sees_all_rows(monkeypatch, way):
     assert LEFT not in generate(way, sequence_bias={(31,): 2.0}).shared
 
 
-def test_method_that_was_replaced_before_fastgen_came_is_called():
+def test_a_method_replaced_before_fastgen_is_called():
     try:
         fastgen.disable()
         with mock.patch.object(logits_process.NoRepeatNGramLogitsProcessor, "__call__", by_batch_index):
@@ -101,7 +101,7 @@ def ends(self: Any, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torc
     ("owner", "code"),
     ((stopping_criteria.EosTokenCriteria, "STOPPING_CRITERION"), (StoppingCriteriaList, "METHOD_REPLACED")),
 )
-def test_call_of_a_criterion_that_is_replaced_gets_all_tokens(monkeypatch, owner, code, way, captures):
+def test_a_replaced_call_of_a_criterion_gets_all_tokens(monkeypatch, owner, code, way, captures):
     monkeypatch.setattr(owner, "__call__", ends)
     with capturing("on" if captures else "off"):
         assert code in generate(way).codes()
@@ -110,7 +110,7 @@ def test_call_of_a_criterion_that_is_replaced_gets_all_tokens(monkeypatch, owner
 # A value of each row.
 
 VALUES = torch.tensor([[0.5], [3.0], [0.7], [4.0], [0.6], [5.0]])
-OF_ROWS = {
+VALUES_OF_ROWS = {
     "temperature": (lambda: logits_process.TemperatureLogitsWarper(1.0), VALUES),
     "penalty": (lambda: logits_process.RepetitionPenaltyLogitsProcessor(1.0), 1 + VALUES / 5),
     "top_p": (lambda: logits_process.TopPLogitsWarper(0.9), VALUES / 5.01),
@@ -126,9 +126,9 @@ OF_ROWS = {
 
 @CAPTURES
 @pytest.mark.parametrize("way", [{}, SAMPLE], ids=("greedy", "sample"))
-@pytest.mark.parametrize("name", OF_ROWS)
+@pytest.mark.parametrize("name", VALUES_OF_ROWS)
 def test_values_of_each_row_keep_all_rows(name, way, captures):
-    processor, value = OF_ROWS[name][0](), OF_ROWS[name][1]
+    processor, value = VALUES_OF_ROWS[name][0](), VALUES_OF_ROWS[name][1]
     processor.prepared_bias_variables, processor.multi_token_biases = True, []
     setattr(processor, name, value)
     with capturing("on" if captures else "off"):
@@ -144,7 +144,7 @@ def test_values_of_each_row_may_be_of_other_types(kind):
 
 
 @WAYS
-def test_as_many_tokens_as_rows_keep_no_rows(way):
+def test_a_list_as_long_as_the_batch_keeps_no_rows(way):
     rows = ROWS * way.get("num_return_sequences", 1) * way.get("num_beams", 1)
     tokens = list(range(3, 3 + 4 * rows, 4))
     options = {"eos_token_id": tokens, "suppress_tokens": [token + 1 for token in tokens], "min_new_tokens": 2}
@@ -155,7 +155,7 @@ def test_as_many_tokens_as_rows_keep_no_rows(way):
 
 
 def replacement(original: Any, seen: list) -> Any:
-    """Counts its calls, and prefers other tokens."""
+    """Returns a function that notes its calls, and prefers other tokens."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
         seen.append([list(value.shape) for value in args if isinstance(value, torch.Tensor)])
@@ -180,7 +180,7 @@ def replacement(original: Any, seen: list) -> Any:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_function_of_torch_that_is_replaced_sees_what_it_does(owner, name, way, captures):
+def test_a_replaced_function_of_torch_sees_what_it_would(owner, name, way, captures):
     seen: list = []
     with capturing("on" if captures else "off"):
         with mock.patch.object(owner, name, replacement(getattr(owner, name), seen)):
@@ -190,13 +190,13 @@ def test_function_of_torch_that_is_replaced_sees_what_it_does(owner, name, way, 
 
 
 @pytest.mark.parametrize("other", [torch.argmin, mock.Mock(wraps=torch.argmin)], ids=("function in C", "mock"))
-def test_function_of_torch_in_the_place_of_another_is_called(other):
+def test_a_function_put_in_the_place_of_another_is_called(other):
     with mock.patch.object(torch, "argmax", other):
         assert "FUNCTION_REPLACED" in generate({}).codes()
 
 
 @pytest.mark.parametrize("way", [{}, SAMPLE], ids=("greedy", "sample"))
-def test_mode_of_torch_sees_the_functions_of_the_library(way):
+def test_a_torch_mode_sees_the_functions_of_the_loop(way):
     class Other(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
             if func in (torch.argmax, torch.multinomial):
@@ -219,14 +219,14 @@ class Returns(LogitsProcessor):
 
 
 SCORES: dict[str, Callable[[torch.Tensor], Any]] = {
-    "of fewer tokens": lambda scores: scores[:, :80],
-    "of more tokens": lambda scores: functional.pad(scores, (0, 31), value=-torch.inf),
-    "of one row for all": lambda scores: scores[:1],
-    "in double precision": lambda scores: scores.double(),
+    "fewer tokens": lambda scores: scores[:, :80],
+    "more tokens": lambda scores: functional.pad(scores, (0, 31), value=-torch.inf),
+    "one row for all": lambda scores: scores[:1],
+    "double precision": lambda scores: scores.double(),
     "none": lambda scores: None,
-    "with a dimension more": lambda scores: scores[:, None],
-    "without tokens": lambda scores: scores[:, 0],
-    "in a list": lambda scores: [scores],
+    "another dimension": lambda scores: scores[:, None],
+    "no tokens": lambda scores: scores[:, 0],
+    "a list": lambda scores: [scores],
 }
 
 
@@ -236,8 +236,8 @@ SCORES: dict[str, Callable[[torch.Tensor], Any]] = {
     "way", ({"num_beams": 3}, {"num_beams": 4}, {}, SAMPLE), ids=("as many", "beams", "greedy", "sample")
 )
 @pytest.mark.parametrize("kind", SCORES)
-def test_scores_of_any_shape_do_what_they_do_in_the_library(kind, way, strict, captures):
-    """With as many beams as inputs some broadcast, and give tokens; else the error is the library's."""
+def test_scores_of_any_shape_do_as_in_the_library(kind, way, strict, captures):
+    """With as many beams as inputs some are broadcast; otherwise the error is the library's."""
     outcomes = []
     for switch in (fastgen.disabled, fastgen.enabled):
         torch.manual_seed(0)

@@ -1,6 +1,4 @@
-"""Caches that come out of `generate` are the library's own, and caches that a caller puts in are left alone."""
-
-from __future__ import annotations
+"""Caches that `generate` returns are the library's own, and caches that a caller passes are left alone."""
 
 import copy
 import gc
@@ -10,28 +8,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from parity import (
-    BEAMS,
-    BOTH,
-    CROSS,
-    PREFILL,
-    PROMPT,
-    SAMPLES,
-    assert_equal_caches,
-    assert_equal_outputs,
-    assert_same,
-    capturing,
-    compared,
-    filled_cache,
-    inputs_of,
-    is_shared,
-    left_alone_because,
-    padded,
-    run_both,
-    tiny,
-    token_ids,
-    unchanged,
-)
+from parity import assert_equal_caches, assert_equal_outputs, assert_same, compared, run_both
+from reports import CROSS, PREFILL, PROMPT, capturing, is_shared, left_alone_because
+from tiny_models import BEAMS, BOTH, SAMPLES, filled_cache, inputs_of, padded, tiny, token_ids, unchanged
 from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
@@ -46,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("share_always")
 
 
 def both_caches(model, arguments=BEAMS):
-    """The sequences and caches of both sides after a generate that has shared."""
+    """Returns the outputs of both sides of a generate that has shared."""
     both = compared(model, padded(9, 5), **arguments)
     assert is_shared(both.report, PROMPT)
     return both.stock, both.fast
@@ -54,14 +33,14 @@ def both_caches(model, arguments=BEAMS):
 
 @pytest.mark.parametrize("name", NAMES)
 @BOTH
-def test_returned_cache_has_plain_layers_of_equal_content(name, arguments):
+def test_a_returned_cache_has_plain_layers_of_equal_content(name, arguments):
     stock, fast = both_caches(unchanged(name), arguments)
     assert_plain_and_equal(stock.past_key_values, fast.past_key_values)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @BOTH
-def test_returned_cache_of_repeated_keys_is_plain_too(name, arguments, repeated):
+def test_a_returned_cache_of_repeated_keys_is_plain(name, arguments, repeated):
     both = compared(unchanged(name), padded(9, 5), **arguments)
     assert both.report.shared == [PREFILL]
     assert_plain_and_equal(both.stock.past_key_values, both.fast.past_key_values)
@@ -92,7 +71,7 @@ WAYS = {"copy": copy.deepcopy, "pickle": lambda cache: pickle.loads(pickle.dumps
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_returned_cache_can_be_copied_and_changed(name, change, way):
+def test_a_returned_cache_can_be_copied_and_changed(name, change, way):
     stock, fast = both_caches(unchanged(name))
     changed = [way(output.past_key_values) for output in (stock, fast)]
     for cache in changed:
@@ -103,7 +82,7 @@ def test_returned_cache_can_be_copied_and_changed(name, change, way):
 
 @pytest.mark.parametrize("name", DECODER_ONLY)
 @pytest.mark.parametrize("arguments", ({}, {"do_sample": True}), ids=("greedy", "sample"))
-def test_returned_cache_goes_into_forwards_and_another_generate(name, arguments):
+def test_a_returned_cache_serves_forwards_and_generate(name, arguments):
     model, outputs = unchanged(name), both_caches(unchanged(name), SAMPLES)
     longer = torch.cat([outputs[1].sequences, token_ids(outputs[1].sequences.shape[0], 2, seed=6)], dim=1)
     caches = iter([output.past_key_values for output in outputs])
@@ -122,7 +101,7 @@ def test_returned_cache_goes_into_forwards_and_another_generate(name, arguments)
 
 @BOTH
 @pytest.mark.parametrize("content", ("empty", "filled", "static"))
-def test_cache_of_the_caller_is_left_alone(arguments, content):
+def test_a_cache_of_the_caller_is_left_alone(arguments, content):
     model, prompt = unchanged("llama"), token_ids(2, 9)
     rows = prompt.repeat_interleave(3 if arguments is BEAMS else 4, dim=0)
     used = []
@@ -142,7 +121,7 @@ def test_cache_of_the_caller_is_left_alone(arguments, content):
 
 @pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="the older backends need other packages")
 @BOTH
-def test_quantized_cache_is_left_alone(arguments):
+def test_a_quantized_cache_is_left_alone(arguments):
     quantized = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
     assert left_alone_because(
         assert_same(unchanged("llama"), padded(9, 5), **arguments, **quantized), "CACHE_TYPE", "QuantizedCache"
@@ -151,21 +130,20 @@ def test_quantized_cache_is_left_alone(arguments):
 
 @BOTH
 @pytest.mark.parametrize(
-    ("what", "name"),
-    [("embeddings", name) for name in NAMES] + [("encoder outputs", name) for name in SEQ2SEQ],
+    ("what", "name"), [("embeddings", name) for name in NAMES] + [("encoder outputs", name) for name in SEQ2SEQ]
 )
-def test_states_in_the_place_of_tokens(what, name, arguments):
+def test_states_in_place_of_tokens_are_shared(what, name, arguments):
     model, inputs = unchanged(name), inputs_of(name, 9, 5)
     with torch.no_grad():
         embeddings = model.get_input_embeddings()(inputs["input_ids"])
         encoded = model.get_encoder()(**inputs).last_hidden_state if name in SEQ2SEQ else None
 
     def call():
-        own = {"inputs_embeds": embeddings}
-        if what == "encoder outputs":  # which the library changes
-            own = {"encoder_outputs": BaseModelOutput(encoded.clone())}
+        states = {"inputs_embeds": embeddings}
+        if what == "encoder outputs":  # the library changes them
+            states = {"encoder_outputs": BaseModelOutput(encoded.clone())}
         outputs = {"return_dict_in_generate": True, "output_scores": True}
-        return model.generate(**own, attention_mask=inputs["attention_mask"], **arguments, **outputs)
+        return model.generate(**states, attention_mask=inputs["attention_mask"], **arguments, **outputs)
 
     both = run_both(call)
     assert_equal_outputs(both.stock, both.fast)
@@ -174,7 +152,7 @@ def test_states_in_the_place_of_tokens(what, name, arguments):
 
 @pytest.mark.parametrize("name", NAMES)
 @BOTH
-def test_decoding_method_of_the_caller_sees_plain_layers_only(name, arguments):
+def test_a_custom_generate_sees_plain_layers_only(name, arguments):
     seen = []
 
     def two_steps(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
@@ -193,24 +171,24 @@ def test_decoding_method_of_the_caller_sees_plain_layers_only(name, arguments):
     assert_equal_outputs(both.stock, both.fast)
 
 
-@pytest.mark.parametrize("kept", (copy.deepcopy, lambda cache: cache), ids=("copied", "kept"))
-def test_cache_that_a_program_keeps_or_copies_is_plain(kept):
+@pytest.mark.parametrize("hold", (copy.deepcopy, lambda cache: cache), ids=("copied", "held"))
+def test_a_cache_that_user_code_holds_or_copies_is_plain(hold):
     caches, model = [], tiny("llama")
     library = type(model)
 
     class Own(library):
         def forward(self, *args, **kwargs):
             outputs = super().forward(*args, **kwargs)
-            caches.append(kept(outputs.past_key_values))
+            caches.append(hold(outputs.past_key_values))
             return outputs
 
     model.__class__ = Own
-    with as_tested():  # which trusts the class immediately
+    with as_tested():  # the class is trusted immediately
         assert is_shared(run_both(lambda: model.generate(**padded(9, 5), **BEAMS)).report, PROMPT)
     assert len(caches) == 14
     stock, fast = caches[1:7], caches[8:]  # after the prompt, which fastgen computes once per input
-    for one, other in zip(stock, fast, strict=True):
-        assert_equal_caches(one, other)
+    for caches_of_step in zip(stock, fast, strict=True):
+        assert_equal_caches(*caches_of_step)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -234,13 +212,13 @@ def test_a_cache_that_nobody_holds_is_not_copied_at_the_end(name, arguments, cud
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_cache_that_a_hook_keeps_has_the_last_order_of_rows(name):
-    found = []
+def test_a_cache_that_a_hook_holds_has_the_last_order(name):
+    caches = []
     for context in (fastgen.disabled(), nullcontext()):
-        kept = []
-        hook = unchanged(name).register_forward_hook(lambda module, args, output, kept=kept: kept.append(output))
+        outputs = []
+        hook = unchanged(name).register_forward_hook(lambda *args, outputs=outputs: outputs.append(args[-1]))
         with context:
             unchanged(name).generate(**padded(9, 5), num_beams=4, do_sample=False, max_new_tokens=6)
         hook.remove()
-        found.append(kept[-1].past_key_values)
-    assert_plain_and_equal(*found)
+        caches.append(outputs[-1].past_key_values)
+    assert_plain_and_equal(*caches)

@@ -1,10 +1,10 @@
-"""Sampling by row: the tokens of each row are drawn with its own random numbers, with fastgen and without."""
+"""Sampling by row draws the tokens of each row with its own random numbers, with fastgen and without."""
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from parity import tiny
+from tiny_models import tiny
 
 import fastgen
 from fastgen.optimizer.transformers.row_draws import RowDraws, can_draw_by_row, drawing_by_row
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 PROBS = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0])
 
 
-def test_tokens_are_drawn_with_their_probabilities() -> None:
+def test_tokens_are_drawn_with_their_probabilities():
     rows = 20_000
     draws = RowDraws([(5, number, 0) for number in range(rows)], CPU)
     scores = PROBS.log().expand(rows, -1)
@@ -22,7 +22,7 @@ def test_tokens_are_drawn_with_their_probabilities() -> None:
     assert torch.allclose(shares, PROBS, atol=0.015) and (shares[PROBS == 0] == 0).all()
 
 
-def test_each_bit_of_a_key_tells_rows_apart() -> None:
+def test_each_bit_of_a_key_gives_other_draws():
     keys = [(1 << bit, 0, 0) for bit in range(64)] + [(0, 1 << bit, 0) for bit in range(64)]
     keys += [((1 << 64) - 7, 0, 0), ((1 << 64) - 8, 0, 0), (0, 0, 0), (0, 0, 1)]
     draws = RowDraws(keys, CPU)
@@ -31,7 +31,7 @@ def test_each_bit_of_a_key_tells_rows_apart() -> None:
     assert len({*map(tuple, torch.stack(drawn, dim=1).tolist())}) == len(keys)
 
 
-def test_numbers_are_those_of_philox_in_their_order() -> None:
+def test_numbers_are_those_of_philox_in_their_order():
     generator = np.random.Philox(key=(3, 9), counter=(0, 0, 0, 1))
     draws = RowDraws([(3, 9, 1)], CPU)
     scores = torch.zeros(1, 1000)
@@ -43,7 +43,7 @@ def test_numbers_are_those_of_philox_in_their_order() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "bart"])
 @pytest.mark.parametrize("samples", [1, 3])
-def test_samples_are_those_without_fastgen_and_of_a_row_alone(name: str, samples: int) -> None:
+def test_samples_are_those_without_fastgen_and_of_one_row(name, samples):
     model, vocabulary = tiny(name), tiny(name).config.vocab_size
     ids = torch.randint(5, vocabulary, (4, 7), generator=torch.Generator().manual_seed(1))
     settings = {"do_sample": True, "num_return_sequences": samples, "max_new_tokens": 9, "top_k": 12}
@@ -51,13 +51,13 @@ def test_samples_are_those_without_fastgen_and_of_a_row_alone(name: str, samples
     keys = [(7, number, sample) for number in range(4) for sample in range(samples)]
 
     def run(rows: slice) -> torch.Tensor:
-        of_rows = keys[rows.start * samples : rows.stop * samples]
-        with drawing_by_row(model, RowDraws(of_rows, CPU)):
+        row_keys = keys[rows.start * samples : rows.stop * samples]
+        with drawing_by_row(model, RowDraws(row_keys, CPU)):
             return model.generate(ids[rows], attention_mask=torch.ones_like(ids[rows]), **settings)
 
     with fastgen.disabled():
         expected = run(slice(0, 4))
-    for _ in range(3):  # the last with captured steps
+    for _ in range(3):  # the last call captures its steps
         assert torch.equal(run(slice(0, 4)), expected)
     alone = run(slice(2, 3))
     width = alone.shape[1]
@@ -65,7 +65,7 @@ def test_samples_are_those_without_fastgen_and_of_a_row_alone(name: str, samples
     assert "_get_logits_processor" not in vars(model)
 
 
-def test_scores_that_are_not_finite_are_an_error() -> None:
+def test_draws_from_scores_that_are_not_finite_are_an_error():
     model = tiny("gpt2")
     with torch.no_grad():
         model.lm_head.weight[:] = float("nan")
@@ -74,7 +74,7 @@ def test_scores_that_are_not_finite_are_an_error() -> None:
             model.generate(torch.full((2, 5), 6), do_sample=True, max_new_tokens=9)
 
 
-def test_a_model_with_a_generate_of_its_own_is_left_to_the_library() -> None:
+def test_a_model_with_its_own_generate_is_left_alone():
     assert can_draw_by_row(tiny("gpt2"))
     assert not can_draw_by_row(tiny("whisper"))
     assert not can_draw_by_row(transformers.GPT2Model(tiny("gpt2").config))

@@ -1,6 +1,4 @@
-"""Seamless M4T of both versions: the same tokens, units and waveforms; what each stage did is told."""
-
-from __future__ import annotations
+"""Seamless M4T of both versions: the same tokens, units and waveforms; the report has each stage."""
 
 import sys
 from typing import Any
@@ -8,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from parity import CAPTURED, capturing, not_captured_because
+from reports import CAPTURED, capturing, not_captured_because
 from seamless_models import KINDS, LANGUAGES, SIZES, inputs_of, seamless
 
 import fastgen
@@ -20,22 +18,18 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 12
 
 
-def is_spoken(kind: str) -> bool:
-    return kind == "Model" or kind.endswith("ToSpeech")
-
-
 def generate(model: Any, kind: str, batch_size: int, **options: Any) -> tuple[torch.Tensor, ...]:
-    """Waveforms and lengths, or tokens. options: of the text decoder."""
-    given = {"min_new_tokens": STEPS, "max_new_tokens": STEPS, **options}
-    if is_spoken(kind):
-        given = {f"text_{name}": value for name, value in given.items()}
+    """Returns waveforms and lengths, or tokens. options: of the text decoder."""
+    arguments = {"min_new_tokens": STEPS, "max_new_tokens": STEPS, **options}
+    if kind == "Model" or kind.endswith("ToSpeech"):
+        arguments = {f"text_{name}": value for name, value in arguments.items()}
     torch.manual_seed(3)
-    output = model.generate(**inputs_of(kind, batch_size), tgt_lang=LANGUAGES[1], **given)
+    output = model.generate(**inputs_of(kind, batch_size), tgt_lang=LANGUAGES[1], **arguments)
     return output if isinstance(output, tuple) else (output,)
 
 
 def text_report(report: Report) -> Report:
-    """Of the call of `generate` that is the text decoder's."""
+    """Returns the report of the text decoder's `generate`."""
     return report.stages[0].report if report.stages[0].report is not None else report
 
 
@@ -43,8 +37,7 @@ def compare(model: Any, kind: str, batch_size: int, **options: Any) -> Report:
     with fastgen.disabled():
         stock = generate(model, kind, batch_size, **options)
     ours = generate(model, kind, batch_size, **options)
-    for one, other in zip(stock, ours, strict=True):
-        torch.testing.assert_close(other, one, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours, stock, rtol=0, atol=1e-5)
     return fastgen.explain()
 
 
@@ -52,7 +45,7 @@ def compare(model: Any, kind: str, batch_size: int, **options: Any) -> Report:
 @pytest.mark.parametrize("num_beams", [1, 5])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("version", SIZES)
-def test_all_classes(version: str, kind: str, num_beams: int, batch_size: int) -> None:
+def test_all_seamless_classes_share_and_capture(version, kind, num_beams, batch_size):
     model = seamless(version, kind)
     with configured(share="always"):
         report = compare(model, kind, batch_size, num_beams=num_beams)
@@ -63,7 +56,7 @@ def test_all_classes(version: str, kind: str, num_beams: int, batch_size: int) -
 
 
 @pytest.mark.parametrize("version", SIZES)
-def test_the_stages_are_told(version: str) -> None:
+def test_the_report_has_all_stages_of_seamless(version):
     kind = "ForSpeechToSpeech"
     with capturing():
         report = compare(seamless(version, kind), kind, 2)
@@ -76,44 +69,43 @@ def test_the_stages_are_told(version: str) -> None:
     for shown in ("stage: vocoder", "stage: encoder", "stage: decoder"):
         assert shown in repr(report)
     assert report.as_dict()["stages"][0]["report"]["kernels"][CAPTURED] > 0
-    told = [item for item in (*report.kernels, *report.fallbacks, *report.decisions) if item.startswith("vocoder")]
-    assert told and all(item in repr(report) for item in told)
+    items = [item for item in (*report.kernels, *report.fallbacks, *report.decisions) if item.startswith("vocoder")]
+    assert items and all(item in repr(report) for item in items)
 
 
 @pytest.mark.parametrize("version", SIZES)
-def test_units_are_drawn_from_the_same_random_numbers(version: str) -> None:
+def test_units_are_drawn_from_the_same_random_numbers(version):
     model, inputs = seamless(version, "ForTextToSpeech"), inputs_of("ForTextToSpeech", 2)
     options = {"text_num_beams": 3, "speech_do_sample": True, "speech_temperature": 1.5, "text_min_new_tokens": STEPS}
-    found = []
+    options |= {"text_max_new_tokens": STEPS, "return_intermediate_token_ids": True, "tgt_lang": "eng"}
+    outputs = []
     for context in (fastgen.disabled(), capturing()):
         with context:
             torch.manual_seed(5)
-            given = {**inputs, **options, "text_max_new_tokens": STEPS, "return_intermediate_token_ids": True}
-            found.append(model.generate(**given, tgt_lang="eng"))
+            outputs.append(model.generate(**inputs, **options))
     for name in ("sequences", "unit_sequences", "waveform", "waveform_lengths"):
-        torch.testing.assert_close(found[1][name], found[0][name], rtol=0, atol=1e-5)
+        torch.testing.assert_close(outputs[1][name], outputs[0][name], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("version", SIZES)
-def test_an_output_that_the_caller_gets_has_everything(version: str) -> None:
+def test_an_output_with_scores_is_complete(version):
     model, inputs = seamless(version, "Model"), inputs_of("Model", 2)
-    found = []
+    outputs = []
     for context in (fastgen.disabled(), capturing()):
         with context:
-            found.append(model.generate(**inputs, tgt_lang="fra", generate_speech=False, text_num_beams=3))
-    stock, ours = found
-    assert stock.keys() == ours.keys() and len(stock.scores) == len(ours.scores) > 0
+            outputs.append(model.generate(**inputs, tgt_lang="fra", generate_speech=False, text_num_beams=3))
+    stock, ours = outputs
+    assert stock.keys() == ours.keys() and len(stock.scores) > 0
     assert torch.equal(stock.sequences, ours.sequences)
-    for one, other in zip(stock.scores, ours.scores):
-        torch.testing.assert_close(other, one)
+    torch.testing.assert_close(ours.scores, stock.scores)
 
 
-def test_several_outputs_of_version_1_are_chosen_by_their_scores() -> None:
+def test_several_outputs_of_version_1_are_chosen_by_their_scores():
     options = {"num_beams": 4, "num_return_sequences": 3}
     compare(seamless("SeamlessM4T", "ForTextToSpeech"), "ForTextToSpeech", 2, **options)
 
 
-def test_a_table_of_positions_that_has_to_grow_is_not_captured() -> None:
+def test_a_table_of_positions_that_has_to_grow_is_not_captured():
     model = seamless("SeamlessM4T", "ForTextToText")
     table = model.text_decoder.embed_positions
     for positions in (STEPS, 100):
@@ -128,7 +120,7 @@ def test_a_table_of_positions_that_has_to_grow_is_not_captured() -> None:
 
 
 def encoder_calls(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> tuple[int, torch.Tensor]:
-    """How often the speech encoder's layers run in a call, and the waveform. Nothing of the model is replaced."""
+    """Returns how often the speech encoder runs in a call, and the waveform, without replacing a part of the model."""
     first, calls = model.speech_encoder.encoder.layers[0].ffn1, []
     code = type(first).forward.__code__
 
@@ -146,7 +138,7 @@ def encoder_calls(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -
 
 @pytest.mark.parametrize("kind", ["ForSpeechToSpeech", "Model"])
 @pytest.mark.parametrize("version", SIZES)
-def test_the_speech_encoder_hears_an_input_once(version: str, kind: str) -> None:
+def test_the_speech_encoder_runs_once_per_input(version, kind):
     model, inputs = seamless(version, kind), inputs_of("ForSpeechToSpeech", 2)
     with fastgen.disabled():
         times, stock = encoder_calls(model, inputs)
@@ -174,14 +166,14 @@ class Noise(torch.nn.Module):
     ],
     ids=("hook", "dropout", "noise"),
 )
-def test_the_speech_encoder_hears_twice_if_it_is_changed(change: Any) -> None:
+def test_the_speech_encoder_runs_twice_if_it_is_changed(change):
     model, inputs = seamless("SeamlessM4Tv2", "ForSpeechToSpeech"), inputs_of("ForSpeechToSpeech", 2)
     change(model.speech_encoder)
     assert encoder_calls(model, inputs)[0] == 2
 
 
 class Writes(transformers.LogitsProcessor):
-    """Changes the input while the text is decoded."""
+    """A processor that changes the input while the text is decoded."""
 
     def __init__(self, inputs: dict[str, torch.Tensor]) -> None:
         self.inputs = inputs
@@ -191,7 +183,7 @@ class Writes(transformers.LogitsProcessor):
         return scores
 
 
-def test_the_speech_encoder_hears_twice_if_somebody_could_tell() -> None:
+def test_the_speech_encoder_runs_twice_if_inputs_may_change():
     model = seamless("SeamlessM4Tv2", "ForSpeechToSpeech")
     with torch.inference_mode():
         assert encoder_calls(model, inputs_of("ForSpeechToSpeech", 2))[0] == 2

@@ -1,26 +1,10 @@
 """Layers with a sliding window keep the prompt once per input, as long as a row sees some of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from parity import (
-    BEAMS,
-    BOTH,
-    PROMPT,
-    assert_equal_caches,
-    assert_equal_outputs,
-    assert_same,
-    capturing,
-    compared,
-    is_shared,
-    not_captured_because,
-    padded,
-    replays,
-    same_tokens,
-    tiny,
-    token_ids,
-)
+from parity import assert_equal_caches, assert_equal_outputs, assert_same, compared, same_tokens
+from reports import PROMPT, capturing, is_shared, not_captured_because, replays
+from tiny_models import BEAMS, BOTH, padded, tiny, token_ids
 from torch import nn
 
 from fastgen.optimizer.decoding.report import KV_CACHE
@@ -30,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("share_always")
 MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
 MODELS = {"mistral": {}, "gemma2": MIXED, "gemma3_text": MIXED, "gpt_oss": MIXED}
 LENGTH = 9
-# A prompt longer than the window, as long, as long as what a layer keeps, shorter; all of it out of sight at the end.
+# Windows shorter than the prompt, as long, a key longer (as a layer keeps), longer; and one that leaves all of it.
 WINDOWS = {"long prompt": 7, "as long": LENGTH, "kept": LENGTH + 1, "crossed": LENGTH + 3, "never": 99, "gone": 3}
 
 
@@ -41,7 +25,7 @@ def model_of(name: str, window: int) -> nn.Module:
 @BOTH
 @pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("name", MODELS)
-def test_windows_and_prompts_of_all_lengths(name, window, arguments):
+def test_windows_and_prompts_of_all_lengths_are_shared(name, window, arguments):
     both = compared(model_of(name, window), padded(LENGTH, 5), **arguments)
     assert is_shared(both.report, PROMPT)
     assert "once per input, 2 layers" in both.report.shared[1] and not both.report.codes(KV_CACHE)
@@ -62,21 +46,12 @@ def test_steps_are_captured_if_the_window_holds_everything(name, arguments):
 
 
 @BOTH
-@pytest.mark.parametrize("attention", ("eager", "sdpa"))
 @pytest.mark.parametrize("window", (7, LENGTH + 3))
-def test_attention_implementations_with_sliding_windows(window, attention, arguments):
-    model = model_of("mistral", window)
-    model.set_attn_implementation(attention)
-    assert is_shared(assert_same(model, padded(LENGTH, 5), **arguments), PROMPT)
-
-
-@BOTH
-@pytest.mark.parametrize("window", (7, LENGTH + 3))
-def test_bfloat16(window, arguments):
+def test_sliding_windows_are_shared_in_bfloat16(window, arguments):
     model = model_of("mistral", window).bfloat16()
     tokens = token_ids(1, 40, seed=3)[0].tolist()
-    given = {"prefix_allowed_tokens_fn": lambda batch, ids: [tokens[ids.shape[0]]]}
-    assert is_shared(assert_same(model, padded(LENGTH, 5), 0.25, **arguments, **given), PROMPT)
+    forced = {"prefix_allowed_tokens_fn": lambda batch, ids: [tokens[ids.shape[0]]]}
+    assert is_shared(assert_same(model, padded(LENGTH, 5), 0.25, **arguments, **forced), PROMPT)
 
 
 @pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
@@ -92,12 +67,8 @@ def test_the_returned_cache_takes_the_next_token(window):
     assert_equal_caches(both.stock.past_key_values, both.fast.past_key_values)
 
 
-def test_assisted_decoding_keeps_what_the_window_has_left_behind():
+def test_assisted_decoding_with_windows_is_the_librarys():
     model, assistant = model_of("mistral", 7), model_of("mistral", 5)
     assert_same(
-        model,
-        {"input_ids": token_ids(1, LENGTH)},
-        assistant_model=assistant,
-        max_new_tokens=7,
-        do_sample=False,
+        model, {"input_ids": token_ids(1, LENGTH)}, assistant_model=assistant, max_new_tokens=7, do_sample=False
     )

@@ -1,24 +1,13 @@
-"""Static caches by name: the prefill runs once per input, and all the rest is as the library makes it."""
-
-from __future__ import annotations
+"""Static caches by name: the prefill runs once per input, and all other steps are the library's."""
 
 from unittest import mock
 
 import pytest
 import torch
 from architectures import INDEXED, LATENT
-from parity import (
-    BEAMS,
-    BOTH,
-    PREFILL,
-    SAMPLES,
-    assert_equal_outputs,
-    compared,
-    left_alone_because,
-    padded,
-    run_both,
-    tiny,
-)
+from parity import assert_equal_outputs, compared, run_both
+from reports import PREFILL, left_alone_because
+from tiny_models import BEAMS, BOTH, SAMPLES, padded, tiny
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 from versions import needs
@@ -51,7 +40,7 @@ def test_the_prefill_runs_once_per_input_into_the_same_cache(name, arguments, ro
 
 @needs("torch", "2.7", "the library takes CUDA's streams, which need a GPU")
 @BOTH
-def test_layers_that_the_library_moves_to_the_cpu_and_back(arguments):
+def test_offloaded_static_caches_share_the_prefill(arguments):
     stream = type("Stream", (mock.MagicMock,), {"__module__": "torch"})
     with mock.patch.object(torch, "Stream", stream), mock.patch("torch.cuda.default_stream"):
         both = compared(build("llama"), padded(9, 5), **arguments, cache_implementation="offloaded_static")
@@ -59,13 +48,13 @@ def test_layers_that_the_library_moves_to_the_cpu_and_back(arguments):
 
 
 @BOTH
-def test_whisper(arguments):
+def test_whisper_shares_the_prefill_of_static_caches(arguments):
     features = {"input_features": torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(1))}
     assert compared(tiny("whisper"), features, **arguments, **STATIC).report.shared == [PREFILL]
 
 
 @BOTH
-def test_the_next_call_may_be_the_librarys(arguments):
+def test_the_library_may_use_the_same_static_cache_next(arguments):
     model, other = build("llama"), {"max_new_tokens": 4, "do_sample": False, "num_beams": 4}
     with fastgen.disabled():
         expected = model.generate(**padded(7, 8), **other, **STATIC)
@@ -75,14 +64,14 @@ def test_the_next_call_may_be_the_librarys(arguments):
 
 
 @BOTH
-def test_a_model_that_keeps_states_gets_an_empty_cache(arguments):
-    with replaced("states of rows", lambda *args: [Reason("MODEL_STATE", "found")]):
+def test_a_model_with_states_gets_an_empty_static_cache(arguments):
+    with replaced("states of rows", lambda *args: [Reason("MODEL_STATE", "its state")]):
         both = compared(build("llama"), padded(9, 5), **arguments, **STATIC)
-    assert left_alone_because(both.report, "MODEL_STATE", "found")
+    assert left_alone_because(both.report, "MODEL_STATE", "its state")
 
 
 @pytest.mark.slow
-def test_steps_are_compiled_as_often_as_in_the_library():
+def test_steps_are_compiled_as_often_as_by_the_library():
     model = build("deepseek_v3")
     config = CompileConfig(backend="eager", mode=None)
     config._compile_all_devices = True
@@ -113,6 +102,6 @@ INDEX = needs("transformers", "5.12", "no DeepSeek-V3.2")
         pytest.param("deepseek_v32", {}, "CACHE_LAYERS", marks=INDEX),
     ),
 )
-def test_left_alone(name, options, why, arguments):
+def test_other_prefills_of_static_caches_are_left_alone(name, options, why, arguments):
     both = compared(build(name), padded(9, 5), **arguments, **STATIC, **options)
     assert left_alone_because(both.report, why)

@@ -1,12 +1,12 @@
-"""Training mode is shared where nothing is dropped: the same tokens, and the same training step afterwards."""
-
-from __future__ import annotations
+"""Training mode shares if nothing is dropped: the same tokens, and the same training step afterwards."""
 
 import copy
 
 import pytest
 import torch
-from parity import BOTH, PROMPT, SAMPLES, assert_same, inputs_of, is_shared, left_alone_because, padded, run_both, tiny
+from parity import assert_same, run_both
+from reports import PROMPT, is_shared, left_alone_because
+from tiny_models import BOTH, SAMPLES, inputs_of, padded, tiny
 from torch import nn
 from transformers import GPT2Config
 
@@ -28,7 +28,7 @@ def model_of(name: str, **overrides: object) -> nn.Module:
 
 @pytest.mark.parametrize("name", WITHOUT_DROPOUT)
 @BOTH
-def test_without_dropout_all_is_shared(name, arguments):
+def test_training_without_dropout_is_shared(name, arguments):
     model = model_of(name)
     assert is_shared(assert_same(model, inputs_of(name, 9, 5), **arguments), PROMPT)
     assert all(module.training for module in model.modules())
@@ -45,12 +45,12 @@ def test_without_dropout_all_is_shared(name, arguments):
         ("bart", {"decoder_layerdrop": 0.4}, "layerdrop=0.4"),
     ),
 )
-def test_what_drops_is_named(name, overrides, reason):
+def test_a_dropout_is_named(name, overrides, reason):
     report = assert_same(model_of(name, **overrides), padded(9, 5), **SAMPLES)
     assert left_alone_because(report, "TRAINING", reason) and left_alone_because(report, "TRAINING", "training mode")
 
 
-def test_dropouts_of_a_configuration_count_where_they_are_read():
+def test_dropouts_of_a_configuration_count_if_they_are_read():
     assert GPT2Config().summary_first_dropout  # of a head that this model does not have
     assert is_shared(assert_same(model_of("gpt2"), padded(9, 5), **SAMPLES), PROMPT)
     model = model_of("llama")
@@ -92,21 +92,21 @@ def test_dropout_left_on_inside_an_evaluated_model_is_left_alone():
 
 @pytest.mark.parametrize("name", ("llama", "gpt2", "t5", "bart"))
 @pytest.mark.parametrize("size", ({}, {"hidden_size": 256, "n_embd": 256, "d_model": 256}), ids=("tiny", "wide"))
-def test_training_between_calls(name, size):
-    """Steps of an optimizer change weights in place: what a call keeps of them is never used after that."""
+def test_weights_trained_between_calls_are_used(name, size):
+    """Steps of an optimizer change weights in place: nothing that a call kept of them is used afterwards."""
     untrained = model_of(name, **size)
     prompts = inputs_of(name, 9, 5)
 
     def train() -> list[torch.Tensor]:
         model = copy.deepcopy(untrained)
-        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.3), []
+        optimizer, results = torch.optim.SGD(model.parameters(), lr=0.3), []
         for _ in range(4):
             tokens = model.generate(**prompts, do_sample=True, num_return_sequences=4, max_new_tokens=24)
             model(input_ids=tokens, labels=tokens).loss.backward()
-            found += [tokens, *(parameter.grad.clone() for parameter in model.parameters())]
+            results += [tokens, *(parameter.grad.clone() for parameter in model.parameters())]
             optimizer.step()
             optimizer.zero_grad()
-        return [*found, *model.parameters()]
+        return [*results, *model.parameters()]
 
     both = run_both(train)
     assert both.report.shared

@@ -1,13 +1,12 @@
 """TRL's trainers, which generate in training mode from prompts that they repeat: the same training under fastgen."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from parity import PREFILL, PROMPT, Both, run_both
+from parity import Both, run_both
 from peft import LoraConfig
+from reports import PREFILL, PROMPT
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer():
     words = Tokenizer(WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<pad>"))
     words.pre_tokenizer = WhitespaceSplit()
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
@@ -37,18 +36,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def model() -> LlamaForCausalLM:
     set_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return LlamaForCausalLM(config)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    special = {"vocab_size": len(WORDS), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **sizes, **special))
 
 
 def prompts() -> datasets.Dataset:
@@ -57,7 +47,7 @@ def prompts() -> datasets.Dataset:
 
 
 def trained(name: str, tokenizer: Any, folder: Any, adapters: bool, options: dict[str, Any]) -> Both:
-    """What `train` returns without fastgen and with it: completions, losses, weights, and reports of all steps."""
+    """Compares training without fastgen and with it; returns completions, losses, weights, and reports of both."""
 
     def train() -> tuple[list[Any], list[float], list[torch.Tensor], list[Report | None]]:
         completions: list[Any] = []
@@ -119,5 +109,5 @@ def test_training_is_the_same_with_the_trainers_defaults(tokenizer, tmp_path, na
     reports = trained(name, tokenizer, tmp_path, adapters, {"max_completion_length": 30}).fast[-1]
     for report in reports:
         codes = report.codes(DECODE_STEPS)
-        assert "AUTOCAST" in codes or (adapters and report.replays)  # it is the forward around adapters that begins it
+        assert "AUTOCAST" in codes or (adapters and report.replays)  # the forward around adapters begins it
         assert "CAPTURE_REFUSED" not in codes

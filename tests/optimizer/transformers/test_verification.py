@@ -1,6 +1,4 @@
-"""Model classes and versions of transformers that nobody has compared are compared before they are trusted."""
-
-from __future__ import annotations
+"""Untested model classes and versions of transformers are compared before they are trusted."""
 
 import functools
 import random
@@ -12,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import transformers
-from parity import run_both, same_tokens, tiny
+from parity import run_both, same_tokens
+from tiny_models import tiny
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
@@ -58,7 +57,7 @@ def own_class() -> type:
     return type("OwnLlama", (LlamaForCausalLM,), {"__module__": "own_package"})
 
 
-def test_tested_versions_and_classes_are_trusted_at_once(rows):
+def test_tested_versions_and_classes_are_trusted(rows):
     model = make()
     model.generate(INPUT_IDS, **BEAMS)
     assert rows == [2, 6, 6, 6, 6, 6]
@@ -104,7 +103,7 @@ def test_a_class_outside_transformers_is_shared_after_comparing(rows, dtype):
     assert rows == [2, 6, 6, 6, 6, 6]
 
 
-def test_a_call_that_cannot_be_repeated_waits_for_another():
+def test_a_class_is_verified_in_a_call_that_can_be_repeated():
     class Streamer(BaseStreamer):
         def put(self, value):
             pass
@@ -123,7 +122,7 @@ def test_a_call_that_cannot_be_repeated_waits_for_another():
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_a_prompt_too_short_to_share_shows_what_will_be_wrong(repeated, wrong_attention, dtype):
+def test_a_prompt_too_short_to_share_is_compared_too(repeated, wrong_attention, dtype):
     model = make(own_class()).to(dtype)
     with pytest.warns(RuntimeWarning, match="own_package.OwnLlama"):
         model.generate(INPUT_IDS[:, :2], num_beams=3, max_new_tokens=6)
@@ -131,7 +130,7 @@ def test_a_prompt_too_short_to_share_shows_what_will_be_wrong(repeated, wrong_at
 
 
 class OwnLlama(LlamaForCausalLM):
-    """Drops in training mode; if a switch says so, rows depend on how many there are."""
+    """A class that drops in training mode; with a switch on, rows depend on how many there are."""
 
     couples = False
 
@@ -155,7 +154,7 @@ SWITCHES = {
 @pytest.mark.filterwarnings("ignore:fastgen leaves this model class alone")
 @pytest.mark.parametrize("is_another", [False, True], ids=("the same model", "another model"))
 @pytest.mark.parametrize("switch", SWITCHES)
-def test_a_class_is_trusted_for_models_alike_only(switch, is_another):
+def test_a_class_is_trusted_for_similar_models_only(switch, is_another):
     kind = type("Own", (OwnLlama,), {"__module__": own_class().__module__})
     model = make(kind)
     same_tokens(model, INPUTS, **BEAMS)
@@ -168,7 +167,7 @@ def test_a_class_is_trusted_for_models_alike_only(switch, is_another):
         SWITCHES[switch](model)
         same_tokens(model, INPUTS, **BEAMS)
     assert not fastgen.explain().shared
-    if switch == "training mode":  # which says enough
+    if switch == "training mode":  # a reason without a comparison
         assert not comparisons and not refused_classes()
         assert any("is in training mode" in reason.text for _, reason in fastgen.explain().not_done)
 
@@ -197,7 +196,7 @@ def test_too_few_new_tokens_verify_nothing(rows):
     assert fastgen.explain().codes(PREFILL) == {"UNVERIFIED"} and "fewer than 4 new" in str(fastgen.explain())
 
 
-def test_a_model_whose_own_modules_keep_rows_is_left_alone():
+def test_a_model_whose_modules_hold_rows_is_left_alone():
     class Keeping(LlamaForCausalLM):
         def forward(self, *args, **kwargs):
             output = super().forward(*args, **kwargs)
@@ -210,7 +209,7 @@ def test_a_model_whose_own_modules_keep_rows_is_left_alone():
         assert not verified() and not fastgen.explain().shared
 
 
-def test_an_end_in_the_first_steps_does_not_hide_what_is_wrong(wrong_attention):
+def test_an_early_end_does_not_hide_a_difference(wrong_attention):
     model = make(own_class())
     with fastgen.disabled():
         first = model.generate(INPUT_IDS[:1], max_new_tokens=1)[0, -1].item()
@@ -220,7 +219,7 @@ def test_an_end_in_the_first_steps_does_not_hide_what_is_wrong(wrong_attention):
     assert output.shape == (3, INPUT_IDS.shape[1] + 1)
 
 
-def test_an_error_of_the_program_is_raised_and_blames_no_class():
+def test_an_error_of_user_code_refuses_no_class():
     model = make(own_class())
     with pytest.raises(IndexError):
         model.generate(torch.full((2, 9), 1000), num_beams=3, max_new_tokens=6)
@@ -244,7 +243,7 @@ def waits_for_another_model(self, original, **kwargs):
 def keeps_what_fits_one_input(self, original, **kwargs):
     output = original(**kwargs)
     before = getattr(self, "before", None) if kwargs["input_ids"].shape[1] == 1 else None
-    state = [output.logits[:, -1:].detach() * 0.1]  # where nobody looks for rows
+    state = [output.logits[:, -1:].detach() * 0.1]  # where no check looks for rows
     self.before = {"kept": [state]}
     if before is not None:
         output.logits = output.logits + before["kept"][0][0]
@@ -260,7 +259,7 @@ def draws_from_pythons_random_numbers(self, original, **kwargs):
 @pytest.mark.parametrize(
     "forward", (waits_for_another_model, keeps_what_fits_one_input, draws_from_pythons_random_numbers)
 )
-def test_forwards_of_the_program_do_what_they_do_in_the_library(forward):
+def test_forwards_of_user_code_do_as_in_the_library(forward):
     library = LlamaForCausalLM.forward
     own = {"forward": lambda self, **kwargs: forward(self, functools.partial(library, self), **kwargs)}
     model = make(type("Own", (LlamaForCausalLM,), own | {"__module__": "own_package"}))
@@ -275,7 +274,7 @@ def test_forwards_of_the_program_do_what_they_do_in_the_library(forward):
         assert both.stock == both.fast
 
 
-def test_a_method_of_the_first_call_is_not_left_half_done():
+def test_methods_of_the_first_call_are_not_cut_short():
     class Busy(LlamaForCausalLM):
         busy = False
 
@@ -291,18 +290,18 @@ def test_a_method_of_the_first_call_is_not_left_half_done():
     assert not model.busy
 
 
-def test_a_program_that_makes_errors_of_warnings_gets_its_output(wrong_attention):
+def test_a_warning_turned_into_an_error_costs_no_output(wrong_attention):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         same_tokens(make(own_class()), INPUTS, **BEAMS)
 
 
-def test_a_report_names_the_class_or_version_that_no_test_covers():
+def test_a_report_names_an_untested_class_or_version():
     model = tiny("llama")
     assert checks.untested_reasons(model) == []
     with as_untested():
         (newer,) = checks.untested_reasons(model)
     assert newer.text == f"transformers {transformers.__version__} is newer than the newest tested {TESTED[1]}"
-    model.__class__ = type("Mine", (type(model),), {"__module__": "program"})
+    model.__class__ = type("Mine", (type(model),), {"__module__": "user_code"})
     (foreign,) = checks.untested_reasons(model)
-    assert (foreign.code, foreign.text) == ("UNTESTED", "program.Mine is not a class of transformers")
+    assert (foreign.code, foreign.text) == ("UNTESTED", "user_code.Mine is not a class of transformers")

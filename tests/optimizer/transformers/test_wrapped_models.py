@@ -1,14 +1,12 @@
 """Models inside of DDP, FSDP and PEFT, as trainers hold them: shared, or left alone with a reason."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed
-from parity import PROMPT, Both, is_shared, padded, replays, run_both, tiny
+from parity import Both, run_both
 from peft import LoraConfig, get_peft_model
+from reports import PROMPT, is_shared, replays
+from tiny_models import padded, tiny
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -18,8 +16,8 @@ pytestmark = [pytest.mark.usefixtures("share_always", "process_group"), pytest.m
 
 
 @pytest.fixture(scope="module")
-def process_group() -> Iterator[None]:
-    """A group of this process alone. Nothing holds it afterwards, as torch's cache of sharded tensors would.
+def process_group():
+    """Opens a group of this process alone. Nothing holds it afterwards, as torch's cache of sharded tensors would.
 
     A process that another thread forks ends the group with that cache, and waits for the group's threads for ever.
     """
@@ -30,7 +28,7 @@ def process_group() -> Iterator[None]:
 
 
 def generated(model: nn.Module, **options: object) -> Both:
-    """With 24 steps, enough to be captured where that is possible."""
+    """Compares 24 steps, enough to be captured if possible."""
     samples = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 24, "eos_token_id": None}
     both = run_both(lambda: model.generate(**padded(9, 5), **samples, **options))
     assert torch.equal(both.stock, both.fast)
@@ -38,7 +36,7 @@ def generated(model: nn.Module, **options: object) -> Both:
 
 
 def step(model: nn.Module) -> None:
-    """A training step, after which all weights are others."""
+    """Trains one step, after which all weights are others."""
     tokens = padded(9, 7)["input_ids"]
     model(input_ids=tokens, labels=tokens).loss.backward()
     with torch.no_grad():
@@ -48,14 +46,25 @@ def step(model: nn.Module) -> None:
                 parameter.grad = None
 
 
-def test_distributed_data_parallel():
-    wrapped = DistributedDataParallel(tiny("llama").train())
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda model: DistributedDataParallel(model),
+        lambda model: get_peft_model(model, LoraConfig(**LORA, lora_dropout=0.0, init_lora_weights=False)),
+    ],
+    ids=("DDP", "adapters"),
+)
+def test_models_that_trainers_wrap_are_shared(wrap):
+    wrapped = wrap(tiny("llama")).train()
     for _ in range(2):
-        assert is_shared(generated(wrapped.module).report, PROMPT)
+        assert is_shared(generated(getattr(wrapped, "module", wrapped)).report, PROMPT)
         step(wrapped)
 
 
-def test_fully_sharded_with_full_parameters():
+def test_fully_sharded_models_share_with_full_parameters():
     wrapped = FullyShardedDataParallel(tiny("llama").train(), use_orig_params=True, device_id=torch.device("cpu"))
     for _ in range(2):
         with FullyShardedDataParallel.summon_full_params(wrapped, recurse=False):
@@ -77,7 +86,7 @@ def test_steps_of_layers_that_are_sharded_are_not_captured():
 
 
 @pytest.mark.parametrize("synced_gpus", (False, True))
-def test_fully_sharded_by_layers(synced_gpus):
+def test_models_sharded_by_layers_are_shared(synced_gpus):
     model = tiny("llama").train()
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     for layer in model.model.layers:
@@ -88,15 +97,7 @@ def test_fully_sharded_by_layers(synced_gpus):
         step(model)
 
 
-def test_adapters_in_training():
-    config = LoraConfig(r=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    wrapped = get_peft_model(tiny("llama"), config).train()
-    for _ in range(2):
-        assert is_shared(generated(wrapped).report, PROMPT)
-        step(wrapped)
-
-
 def test_adapters_with_dropout_are_left_alone():
-    config = LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj"], init_lora_weights=False)
-    report = generated(get_peft_model(tiny("llama"), config).train()).report
+    model = get_peft_model(tiny("llama"), LoraConfig(**LORA, lora_dropout=0.1, init_lora_weights=False))
+    report = generated(model.train()).report
     assert not report.shared and any("lora_dropout" in reason for reason in report.fallbacks)

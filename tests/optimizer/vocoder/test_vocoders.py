@@ -1,7 +1,5 @@
 """The vocoders of Seamless M4T and of fairseq, with oneDNN, against the library's own forward."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,7 +46,7 @@ MODELS = {"SeamlessM4T": modeling_seamless_m4t, "SeamlessM4Tv2": modeling_seamle
 
 
 def loud(module: nn.Module) -> nn.Module:
-    """Itself, with weights that keep states about as large as they come in, and biases that are heard."""
+    """Returns it with weights that keep states about as large as they come in, and biases that are heard."""
     torch.manual_seed(0)
     with torch.no_grad():
         for weight in module.parameters():
@@ -61,12 +59,12 @@ def seamless(name: str, part: str = "HifiGan") -> nn.Module:
     return loud(getattr(MODELS[name], name + part)(config))
 
 
-def of_fairseq(module: str, name: str) -> type[nn.Module]:
+def fairseq_class(module: str, name: str) -> type[nn.Module]:
     return getattr(pytest.importorskip(f"fairseq.models.text_to_speech.{module}"), name)
 
 
 def fairseq_generator() -> nn.Module:
-    generator = loud(of_fairseq("hifigan", "Generator")(SPECTROGRAMS))
+    generator = loud(fairseq_class("hifigan", "Generator")(SPECTROGRAMS))
     generator.remove_weight_norm()
     return generator
 
@@ -87,7 +85,7 @@ def onednn(is_used: bool = True) -> Iterator[None]:
 
 
 @pytest.fixture
-def generator() -> Iterator[nn.Module]:
+def generator():
     with onednn():
         yield seamless("SeamlessM4T")
 
@@ -97,8 +95,8 @@ def states(batch: int = 1, frames: int = 5) -> Tensor:
 
 
 def with_norm(generator: nn.Module, norm: Callable) -> nn.Module:
-    """Itself, with a weight norm on each layer that changes what the weight is."""
-    for layer in [one for one in generator.modules() if isinstance(one, (nn.Conv1d, nn.ConvTranspose1d))]:
+    """Returns it with a weight norm on each layer that changes the weight."""
+    for layer in [layer for layer in generator.modules() if isinstance(layer, (nn.Conv1d, nn.ConvTranspose1d))]:
         norm(layer)
         length = layer.weight_g if norm is nn.utils.weight_norm else layer.parametrizations.weight.original0
         with torch.no_grad():
@@ -116,7 +114,7 @@ class Waveforms(NamedTuple):
 
 
 def compared(call: Callable, *inputs: object, **named: object) -> Waveforms:
-    """Calls with and without fastgen, which have to return the same waveform to 1e-5, of the same kind."""
+    """Calls with and without fastgen, which must return the same waveform to 1e-5, of the same kind."""
     with torch.no_grad():
         fast, report = call(*inputs, **named), fastgen.explain()
         with fastgen.disabled():
@@ -185,10 +183,6 @@ class LouderModel(modeling_seamless_m4t.SeamlessM4THifiGan):
         return super().forward(inputs_embeds) * 2
 
 
-def one_step_for_all(generator: nn.Module) -> None:
-    generator.resblocks[0].convs2[0] = nn.Conv1d(8, 8, 4, stride=100, padding=1)
-
-
 PUT_IN: dict[str, Callable[[nn.Module], object]] = {
     "spectral norm": lambda generator: parametrizations.spectral_norm(generator.conv_post),
     "pruned": lambda generator: prune.random_unstructured(generator.conv_post, "weight", amount=0.5),
@@ -196,18 +190,20 @@ PUT_IN: dict[str, Callable[[nn.Module], object]] = {
     "layers": lambda generator: setattr(generator, "conv_pre", Louder(CHANNELS, 16, 7, padding=3)),
     "training mode": lambda generator: generator.train(),
     "subclass": lambda generator: setattr(generator, "__class__", LouderModel),
-    "one step that is added to each": one_step_for_all,
+    "one step that is added to each": lambda generator: generator.resblocks[0].convs2.__setitem__(
+        0, nn.Conv1d(8, 8, 4, stride=100, padding=1)
+    ),
 }
 
 
 @pytest.mark.parametrize("what", PUT_IN)
-def test_what_a_program_has_put_into_a_vocoder_is_heard(generator, what):
+def test_changes_of_user_code_in_a_vocoder_are_heard(generator, what):
     PUT_IN[what](generator)
     assert compared(generator, states()).by_onednn
 
 
 @pytest.mark.parametrize("place", ("layer", "block", "class", "method of a layer", "method of all layers"))
-def test_forwards_of_the_program_are_called(generator, place, monkeypatch):
+def test_forwards_of_user_code_in_a_vocoder_are_called(generator, place, monkeypatch):
     block, sound = generator.resblocks[0], states()
     layer = block.convs1[0]
     owners = {"block": block, "class": type(block), "method of all layers": nn.Conv1d}
@@ -218,9 +214,9 @@ def test_forwards_of_the_program_are_called(generator, place, monkeypatch):
 
 
 def test_hooks_are_called_and_see_the_states_of_the_library(generator):
-    block, of_all = generator.resblocks[0], nn.modules.module.register_module_forward_hook
+    block, register_for_all = generator.resblocks[0], nn.modules.module.register_module_forward_hook
     layers = [module.register_forward_hook for module in (generator.conv_pre, block.convs1[0], block)]
-    for register in (*layers, generator.upsampler[1].register_forward_hook, of_all):
+    for register in (*layers, generator.upsampler[1].register_forward_hook, register_for_all):
         seen: list = []
         handle = register(lambda module, args, output, seen=seen: seen.extend((*args, output)))
         assert compared(generator, states()).by_onednn
@@ -228,7 +224,7 @@ def test_hooks_are_called_and_see_the_states_of_the_library(generator):
         torch.testing.assert_close(seen[: len(seen) // 2], seen[len(seen) // 2 :], rtol=0, atol=1e-5)
 
 
-def test_what_is_left_to_the_library_has_a_reason(generator):
+def test_vocoder_calls_left_to_the_library_have_a_reason(generator):
     cases = {
         "AUTOCAST": (torch.autocast("cpu", dtype=torch.bfloat16), torch.float32),
         "LAYERS": (mock.patch.object(nn.functional, "conv1d", lambda *args: torch.conv1d(*args)), torch.float32),
@@ -286,21 +282,21 @@ def loaded(folder: Path, vocoder: str, generator: type[nn.Module], config: dict)
 
 @pytest.mark.parametrize("with_durations", (False, True))
 def test_units_of_fairseq_become_the_same_waveform(tmp_path, with_durations):
-    vocoder = loaded(tmp_path, "CodeHiFiGANVocoder", of_fairseq("codehifigan", "CodeGenerator"), UNITS)
+    vocoder = loaded(tmp_path, "CodeHiFiGANVocoder", fairseq_class("codehifigan", "CodeGenerator"), UNITS)
     with onednn():
         assert compared(vocoder, {"code": torch.tensor([[3, 4, -1, 9, 2, 2, -1, 7]])}, with_durations).by_onednn
 
 
 def test_units_with_speakers_and_pitches_sound_the_same():
-    model = loud(of_fairseq("codehifigan", "CodeGenerator")(SPEAKERS))
+    model = loud(fairseq_class("codehifigan", "CodeGenerator")(SPEAKERS))
     voice, pitches = torch.randint(3, (2, 1)), torch.randint(5, (2, 10))
     with onednn():
         assert compared(model, code=torch.randint(30, (2, 5)), spkr=voice, f0=pitches).by_onednn
 
 
 def test_spectrograms_become_the_same_waveform_with_their_norm(tmp_path):
-    """And without, after the program has removed it; a hook sees gradients as in the library."""
-    vocoder = loaded(tmp_path, "HiFiGANVocoder", of_fairseq("hifigan", "Generator"), SPECTROGRAMS)
+    """And without the norm, after user code has removed it; a hook sees gradients as in the library."""
+    vocoder = loaded(tmp_path, "HiFiGANVocoder", fairseq_class("hifigan", "Generator"), SPECTROGRAMS)
     with onednn():
         for shape in ((6, CHANNELS), (1, 6, CHANNELS), (3, 6, CHANNELS)):
             assert compared(vocoder, torch.randn(shape)).by_onednn

@@ -41,9 +41,9 @@ CODES: dict[str, dict[str, str]] = {
             "lists all"
         ),
         "ASSISTANT": "the model is the assistant of an assisted generation",
-        "CHUNKED_PREFILL": "`prefill_chunk_size` with a static cache",
+        "CHUNKED_PREFILL": "`prefill_chunk_size` is set, and the cache is a `StaticCache`",
         "CONSTRAINTS": "constraints that fairseq's search does not support",
-        "CUSTOM_GENERATE": "`custom_generate` may read the cache: it is a plain one",
+        "CUSTOM_GENERATE": "`custom_generate` may read the cache, which keeps the library's layers",
         "HARNESS": "lm-evaluation-harness answers itself: rolling log-likelihoods, autocast, texts that are too long",
         "LOW_MEMORY": "beam search with `low_memory`",
         "MIN_LEN": "fairseq's `min_len` is above the longest output",
@@ -51,7 +51,7 @@ CODES: dict[str, dict[str, str]] = {
         "NOT_CAUSAL": "keys and values of a token depend on later tokens: no common prefix",
         "NO_SOURCE": "fairseq's `net_input` has no source",
         "OUTPUTS": "the call returns attentions or hidden states of all columns: no common prefix",
-        "PREFIX_ENDS": "a prefix in fairseq holds the end of the sentence",
+        "PREFIX_ENDS": "a prefix in fairseq contains the token that ends a sentence",
         "NAN": (
             "logits are NaN after a common prefix: the library computes the prompt again, because torch's attention "
             "without a mask treats NaN among few keys as hidden. Or scores became NaN after inputs had left the "
@@ -66,17 +66,17 @@ CODES: dict[str, dict[str, str]] = {
         "STOPPING_CRITERION": "a stopping criterion other than length and end tokens",
         "STREAMER": "a streamer is given",
         "SYNCED_GPUS": "`synced_gpus` is set",
-        "TORCH_MODE": "a mode or transform of torch is active",
+        "TORCH_MODE": "a `TorchFunctionMode`, `TorchDispatchMode` or functorch transform is active",
         "AUTOCAST": (
             "autocast is on, or is entered inside the forward, as in models that accelerate has prepared with mixed "
             "precision"
         ),
-        "GRADIENTS": "autograd records",
+        "GRADIENTS": "autograd records the call: gradients are enabled",
     },
     "Rows and arguments": {
         "ARGUMENT_COLUMNS": "the columns of an argument cannot be assigned to a common prefix",
         "ARGUMENT_ROWS": "an argument of the model does not have the prompt's rows",
-        "ARGUMENT_TYPE": "an argument of the model is of a type without known rows",
+        "ARGUMENT_TYPE": "an argument of the model has a type whose rows fastgen does not know",
         "GROUP_SIZES_DIFFER": (
             "groups of equal rows have no common size: one prefill per group, keys stored for each row"
         ),
@@ -99,7 +99,7 @@ CODES: dict[str, dict[str, str]] = {
         "NO_CACHE": "the model returns no cache, or the call uses none",
         "REORDERS_ITSELF": "the model reorders its cache itself",
         "SLIDING_WINDOW": "a sliding window that is shorter than the call: no static cache",
-        "STATIC_CACHE": "a static cache holds keys and values of each row",
+        "STATIC_CACHE": "a `StaticCache` stores keys and values for each row",
         "USER_CACHE": "the caller passed a cache",
     },
     "The model and user code": {
@@ -107,15 +107,15 @@ CODES: dict[str, dict[str, str]] = {
         "DECODER": "a decoder of fairseq, or its layers, are of classes that are not supported",
         "DIFFERS": "on first use, results of the model class differed from those without fastgen: it is left alone",
         "ENCODER_ROWS": "the decoder of a fairseq model gets the encoder's output for each row",
-        "ENSEMBLE": "steps of an ensemble of several models are not captured",
-        "ENSEMBLE_TYPE": "fairseq's models are in an ensemble of another class",
-        "HOOKS": "forward hooks would see fewer rows, or are not called by a replay",
+        "ENSEMBLE": "fairseq decodes with an ensemble of several models",
+        "ENSEMBLE_TYPE": "fairseq's models are in an ensemble of another class than `EnsembleModel`",
+        "HOOKS": "the model has forward hooks, which would see fewer rows, and which a replay does not call",
         "FUNCTION_REPLACED": (
             "a function of torch that chooses tokens or moves rows (`torch.multinomial`, `torch.argmax`) is not "
             "torch's: the loop is the library's"
         ),
         "METHOD_REPLACED": (
-            "a method that the loop calls is not the library's, or the `__call__` of a processor or a list"
+            "a method that the loop calls, or the `__call__` of a processor or of a list, is not the library's"
         ),
         "MODEL_CHANGED": "user code that runs in each step has changed the model during the call",
         "MODEL_STATE": "the model keeps states of its rows in its modules",
@@ -127,11 +127,11 @@ CODES: dict[str, dict[str, str]] = {
             "the rows of a batch influence each other: the model's experts have a capacity, or "
             "its products are quantized dynamically by torch, with one scale for all rows"
         ),
-        "TRAINING": "a module is in training mode, with dropout or other randomness, or might have it",
+        "TRAINING": "a module is in training mode and uses dropout or other randomness, or might use it",
         "TRANSFORMERS_VERSION": "this version of transformers prepares its steps in another way",
         "USER_CODE": (
-            "code that is not the library's runs in the forward or in each step: it may treat rows differently, or is"
-            " not called by a replay"
+            "code that is not the library's runs in the forward or in each step: it may treat rows differently, and a "
+            "replay does not call it"
         ),
         "UNTESTED": "model code or a version of the library that no test covers",
         "VIRTUAL_TOKENS": (
@@ -143,13 +143,13 @@ CODES: dict[str, dict[str, str]] = {
         "UNVERIFIED": "a model class that is compared before its first use, and this call cannot be repeated",
     },
     "Decode steps, operations and vocoders": {
-        "ATTENTION": "an attention that is not supported; in transformers other than sdpa and eager",
+        "ATTENTION": "the attention is not supported; in transformers, only sdpa and eager are",
         "CUDA_STREAM": "user code computes on a stream other than the default",
         "CAPTURE_REFUSED": (
             "an earlier capture of this model (under `FASTGEN_REPEATABLE=1`: of this call) failed, could not be "
             "prepared (the text has the error) or gave other logits: steps stay eager"
         ),
-        "DEVICE": "decode steps are captured on CPUs and NVIDIA GPUs",
+        "DEVICE": "the device is neither a CPU nor an NVIDIA GPU",
         "DTYPE": "oneDNN's convolutions take float32 on a CPU",
         "ERROR": "an error in fastgen, after which the library did the work",
         "GRAPHS_IN_USE": "another call uses the captured steps of the model",

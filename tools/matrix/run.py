@@ -62,6 +62,7 @@ COMBINATIONS = (
     Combination("3.11", "3.11"),
     Combination("3.12", "3.12", fairseq="ve-fairseq"),
     Combination("3.13", "3.13"),
+    Combination("3.14", "3.14"),
     Combination("transformers-5.0", "3.11", "torch==2.13.0", "transformers==5.0.*"),
     Combination("transformers-5.6", "3.11", "torch==2.13.0", "transformers==5.6.*"),
     Combination("transformers-5.12", "3.11", "torch==2.13.0", "transformers==5.12.*"),

@@ -5,8 +5,8 @@ from contextlib import nullcontext
 from random import Random
 from typing import Any
 
-import parity
 import pytest
+import tiny_models
 import torch
 from parity import run_both, same_tokens
 from reports import LEFT, PREFILL, capturing
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("share_always")
 
 
 def inputs_of(name: str, seed: int = 1) -> dict[str, torch.Tensor]:
-    return parity.inputs_of(name, *(Random(seed).randint(2, 7) for _ in range(5)), seed=seed)
+    return tiny_models.inputs_of(name, *(Random(seed).randint(2, 7) for _ in range(5)), seed=seed)
 
 
 @WAYS

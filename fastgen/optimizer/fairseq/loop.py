@@ -129,9 +129,6 @@ class Candidates:
         index = _on_device(remaining, self.ended.device)
         shift = (index - torch.arange(len(remaining), device=index.device)) * num_beams
         rows = (index[:, None] * num_beams + torch.arange(num_beams, device=index.device)).view(-1)
-        attention = copy.copy(self.attention)
-        if attention is not None:
-            attention.reorder(rows)
         return replace(
             self,
             scores=self.scores.index_select(0, index),
@@ -140,7 +137,7 @@ class Candidates:
             ended=self.ended.index_select(0, index),
             written=self.written.index_select(0, rows),
             sums=self.sums.index_select(0, rows),
-            attention=attention,
+            attention=None if self.attention is None else self.attention.reordered(rows),
             source_lengths=self.source_lengths.index_select(0, index),
             remaining=remaining,
         )
@@ -239,7 +236,7 @@ class Loop:
         ended[:, :beams] &= ~self.ignored
         candidates = Candidates(
             *(step, scores, tokens, parents + first_rows[:, None], ended, self.tokens, self.scores),
-            *(copy.copy(self.attention), self.source_lengths, ended[:, :beams]),
+            *(self.attention, self.source_lengths, ended[:, :beams]),
         )
         if self.reads_late:
             candidates.flags = torch.empty(ended[:, :beams].shape, dtype=torch.bool, pin_memory=True)
@@ -332,7 +329,7 @@ class Loop:
         self.scores[:, step] = scores.gather(1, active).view(-1)
         search.update_constraints(active)
         if self.attention is not None:
-            self.attention.reorder(parents)
+            self.attention = self.attention.reordered(parents)
         self.step.reorder(parents, batch_index)
 
 
@@ -371,8 +368,8 @@ def _on_device(values: list[int], device: torch.device) -> Tensor:
 class StepHistory:
     """The values `[rows, width]` of up to `steps` steps, for rows that change places.
 
-    Values are never moved. A table of ancestors is reordered instead: the value of row i at step s is in row
-    `ancestors[i, s]` of step s.
+    Values are never moved, and histories of other orders share them. A table of ancestors is reordered instead: the
+    value of row i at step s is in row `ancestors[i, s]` of step s.
     """
 
     def __init__(self, steps: int, values: Tensor, dtype: torch.dtype) -> None:
@@ -389,9 +386,11 @@ class StepHistory:
         self.ancestors[:, step] = self.rows[:rows]
         self.written = step + 1
 
-    def reorder(self, order: Tensor) -> None:
-        """Overwrites row i with row `order[i]` (int64); there may be fewer rows than before."""
-        self.ancestors = self.ancestors.index_select(0, order)
+    def reordered(self, order: Tensor) -> StepHistory:
+        """Returns a history whose row i is row `order[i]` (int64); there may be fewer rows. This one stays as it is."""
+        history = copy.copy(self)
+        history.ancestors = self.ancestors.index_select(0, order)
+        return history
 
     def index_select(self, dim: int, rows: Tensor) -> Tensor:
         """Returns the steps of these rows (int64), like `index_select` of a tensor `[rows, width, steps]`."""

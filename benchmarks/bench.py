@@ -37,6 +37,7 @@ KINDS = {  # and the modules that have their cases
     **dict.fromkeys(("attention", "ngram"), "ops"),
     **dict.fromkeys(("mqa", "seamless"), "stages"),
     "small": "small",
+    "drafts": "drafts",
 }
 WITH_PEERS = ("generate", "prefix")
 

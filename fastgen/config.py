@@ -6,6 +6,7 @@ FASTGEN_STRICT=1   raise errors that fastgen would otherwise log before it calls
 FASTGEN_SHARE=auto share prompts and keys between rows if worthwhile (the default); or always, or never.
 FASTGEN_CUDA_GRAPHS=auto  capture decode steps if worthwhile, on a GPU as CUDA graphs (the default); or off; or on:
                    whenever the model allows it.
+FASTGEN_DRAFTS=auto  check guesses of the next tokens together if worthwhile (the default); or off.
 FASTGEN_CUDA_KERNELS=0  use torch's operations on a GPU instead of fastgen's CUDA and Triton kernels.
 FASTGEN_REPEATABLE=1  a call's scores do not depend on earlier calls, not even in their last bits.
 FASTGEN_CACHE=DIR  the folder of measurements on this machine (default ~/.cache/fastgen).
@@ -30,6 +31,7 @@ _OFF = ("0", "false", "no", "off")
 _CHOICES = {
     "share": ("auto", "always", "never"),
     "cuda_graphs": ("auto", "off", "on"),
+    "drafts": ("auto", "off"),
     "log": ("debug", "info", "warning", "error"),
 }
 _ONLY_AT_IMPORT = ("disable", "auto")
@@ -45,6 +47,7 @@ class Config:
     strict: bool = False
     share: str = "auto"
     cuda_graphs: str = "auto"
+    drafts: str = "auto"
     cuda_kernels: bool = True
     repeatable: bool = False
     cache: str | None = None

@@ -17,6 +17,7 @@ CODES: dict[str, dict[str, str]] = {
     CHOSEN: {
         "CAPTURE_OFF": "decode steps are not captured under `FASTGEN_CUDA_GRAPHS=off`",
         "DISABLED": "`fastgen.log_likelihoods` shares nothing if fastgen is disabled",
+        "DRAFTS_OFF": "no drafts are checked under `FASTGEN_DRAFTS=off`",
         "ENDED_EARLY": "the call ended before a capture would have been worthwhile",
         "FEW_FRAMES": "a vocoder's input is short: oneDNN would gain nothing",
         "FEW_KEYS": "a layer holds few keys: stored for each row, they cost less than a second product",
@@ -63,8 +64,10 @@ CODES: dict[str, dict[str, str]] = {
         "RETURN_DICT": "`return_dict_in_generate`: the library's loop collects the outputs",
         "SAMPLED_BEAMS": "beams are sampled",
         "STARTS_WITH_PADDING": "the first token is padding",
-        "STOPPING_CRITERION": "a stopping criterion other than length and end tokens",
-        "STREAMER": "a streamer is given",
+        "STOPPING_CRITERION": (
+            "a stopping criterion other than length and end tokens: finished inputs stay, and beam search is the "
+            "library's"
+        ),
         "SYNCED_GPUS": "`synced_gpus` is set",
         "TORCH_MODE": "a `TorchFunctionMode`, `TorchDispatchMode` or functorch transform is active",
         "AUTOCAST": (
@@ -150,6 +153,10 @@ CODES: dict[str, dict[str, str]] = {
             "prepared (the text has the error) or gave other logits: steps stay eager"
         ),
         "DEVICE": "the device is neither a CPU nor an NVIDIA GPU",
+        "DRAFTS_REFUSED": (
+            "a first forward of several tokens failed, or gave other logits than single steps: no drafts with this "
+            "model"
+        ),
         "DTYPE": "oneDNN's convolutions take float32 on a CPU",
         "ERROR": "an error in fastgen, after which the library did the work",
         "GRAPHS_IN_USE": "another call uses the captured steps of the model",

@@ -61,6 +61,8 @@ PARTS = {
     "compare rows": f"{_TRANSFORMERS}.row_groups:_equal_to_row_before_sync",
     "arguments of a prefix": f"{_TRANSFORMERS}.prefixes:CommonPrefix.of_prefix",
     "keep a prefix": f"{_TRANSFORMERS}.kept_prefix:PrefixReuse.keep",
+    "check a draft": f"{_TRANSFORMERS}.drafts:DraftedSteps._check",
+    "forward of a draft": f"{_TRANSFORMERS}.drafts:DraftedSteps._forward",
     "find a prefix": f"{_TRANSFORMERS}.kept_prefix:PrefixReuse.match_sync",
     "read weights": f"{_TRANSFORMERS}.kept_prefix:checksums_sync",
     "score tokens": f"{_TRANSFORMERS}.log_likelihoods:Scorer._forward",

@@ -125,8 +125,8 @@ def test_generated_pages_are_up_to_date(generated_pages, name):
 def test_table_of_checks_names_codes_of_other_modules(generated_pages):
     """Codes of a table itself, of a function that it calls, of a constant, and of a row that several tables have."""
     rows = {line.split("`)")[0].rpartition("`")[2]: line for line in generated_pages.left_alone().splitlines()}
-    assert [cell.strip() for cell in rows["STREAMER"].split("|")[2:-1]] == ["", "", "T", "", ""]
-    assert [cell.strip() for cell in rows["ARGUMENT_ROWS"].split("|")[2:-1]] == ["T", "", "", "", "T"]
-    assert [cell.strip() for cell in rows["TORCH_MODE"].split("|")[2:-1]] == ["T", "", "T", "T F", "T"]
-    assert [cell.strip() for cell in rows["ATTENTION"].split("|")[2:-1]] == ["", "T", "F", "T", ""]
+    assert [cell.strip() for cell in rows["SYNCED_GPUS"].split("|")[2:-1]] == ["", "", "T", "", "", ""]
+    assert [cell.strip() for cell in rows["ARGUMENT_ROWS"].split("|")[2:-1]] == ["T", "", "", "", "T", ""]
+    assert [cell.strip() for cell in rows["TORCH_MODE"].split("|")[2:-1]] == ["T", "", "T", "T F", "T", "T"]
+    assert [cell.strip() for cell in rows["ATTENTION"].split("|")[2:-1]] == ["", "T", "F", "T", "", "T"]
     assert "FEW_STEPS" not in rows

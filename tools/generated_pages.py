@@ -41,6 +41,7 @@ PARTS: dict[str, dict[str, list[Any]]] = {
     "loop": {"T": ["settings", "loop"], "F": ["loop", of_fairseq.plan]},
     "capture": {"T": [graphs.can_capture, "capture", "rows"], "F": [graphs.can_capture, "capture", "rows"]},
     "compaction": {"T": ["compaction"]},
+    "drafts": {"T": ["drafts"]},
 }
 
 

@@ -33,11 +33,17 @@ def left_alone_because(report: Report, code: str, names: str = "") -> bool:
 
 
 @contextmanager
-def capturing(cuda_graphs: str = "on", smallest_capacity: int = 8, steps_before: int = 1) -> Iterator[None]:
+def capturing(
+    cuda_graphs: str = "on", smallest_capacity: int = 8, steps_before: int = 1, drafts: str = "off"
+) -> Iterator[None]:
     """Captures the steps of models and calls of any size; buffers begin so small that calls outgrow them."""
     thresholds = {"min_capture_steps": 1, "min_replays_on_gpu": 1}
     thresholds |= {"steps_before_capture": steps_before, "steps_before_capture_on_gpu": steps_before}
-    with configured(cuda_graphs=cuda_graphs), costs(**thresholds), limits(smallest_capacity=smallest_capacity):
+    with (
+        configured(cuda_graphs=cuda_graphs, drafts=drafts),
+        costs(**thresholds),
+        limits(smallest_capacity=smallest_capacity),
+    ):
         yield
 
 

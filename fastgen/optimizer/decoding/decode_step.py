@@ -88,8 +88,8 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         return None
 
     @abstractmethod
-    def inputs(self, tokens: Tensor, view: Any) -> dict[str, Any]:
-        """Returns the inputs of `forward` for the token after tokens `[rows, length]`.
+    def inputs(self, tokens: Tensor, view: Any, size: int = 1) -> dict[str, Any]:
+        """Returns the inputs of `forward` for the last `size` tokens of `[rows, length]`, which are not in the cache.
 
         view: the view of a static cache, which the inputs do not contain; None for the loop's own cache. Raises
         CannotPad if no mask can hide the padding.
@@ -98,7 +98,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
     @staticmethod
     @abstractmethod
     def forward(model: Any, inputs: dict[str, Any], view: Any) -> Any:
-        """Returns the model's outputs; adds one position to the cache of the view, or to the loop's own."""
+        """Returns the model's outputs; adds the tokens' positions to the cache of the view, or to the loop's own."""
 
     @staticmethod
     @abstractmethod
@@ -158,6 +158,19 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         if self.captures and self.since in (1, self.call.costs.steps_before(self.graphs.device)):
             self._start_captures(tokens, self.logits_of(outputs))
         return outputs
+
+    def run_ahead(self, tokens: Tensor, size: int) -> Any:
+        """Returns the outputs of a forward for the last `size` tokens of `[rows, length]`, all but one of them drafts.
+
+        A static cache counts none of these positions; the loop's own cache holds all.
+        """
+        if (graph := self.graph) is None:
+            return self.forward(self.model, self.inputs(tokens, None, size), None)
+        inputs, outputs, graph = self.inputs(tokens, graph.view, size), None, graph.of_size(size)
+        left = (graph.cache.capacity - graph.cache.generated_length) // size
+        if graph.state is not GraphState.NEW or self._wants_new_graph(left):
+            outputs = self._attempt(graph, inputs)
+        return graph.function(inputs) if outputs is None else outputs
 
     def compact(self, batch_index: Tensor, rows: Tensor) -> None:
         """Drops the inputs that are not at `batch_index`; row i becomes what row `rows[i]` was (int64 both).
@@ -349,6 +362,8 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             static = StaticKVCache(key[-1])
             view, model, forward = self.view_of(static), ref(self.model), type(self).forward
             graph = CapturedGraph(lambda inputs: forward(model(), inputs, view), static, view)
+        elif not self.call.costs.looks_back:
+            graph.forget_sizes()
         graph.cache.load(content)
         self._is_unused = True
         if self.graph is not None:

@@ -148,18 +148,34 @@ class CapturedGraph:
     replay appends to it, and `capture` and `drop` reset its write position. It decides nothing: `DecodeStep` says when
     to capture, replay or drop it, and whether its output can be trusted.
 
-    function: takes nested inputs and adds one position to `cache`. view: the host's view of `cache`. nbytes: the bytes
-    that the graph holds.
+    function: takes nested inputs and adds positions to `cache`. view: the host's view of `cache`.
     """
 
     def __init__(self, function: Callable[[Any], Any], cache: StaticKVCache, view: Any = None) -> None:
         self.function, self.cache, self.view = function, cache, view
-        self.state, self.nbytes = GraphState.NEW, 0
+        self.state, self._own_bytes = GraphState.NEW, 0
         self.buffers: list[Any] = []  # the leaves of the inputs
         self._structure: Any = None  # how the leaves are nested in the inputs
         self._unread: set[int] = set()  # leaves that no kernel reads, but outputs may be: the buffer is the caller's
         self._copied: dict[int, tuple[Any, int | None]] = {}  # for each leaf, the tensor last copied and its version
         self._replay: Run | None = None
+        self._of_sizes: dict[int, CapturedGraph] = {}
+
+    def of_size(self, size: int) -> CapturedGraph:
+        """Returns the graph of a step of so many tokens, over the same cache; a new one in place of a dropped one."""
+        graph = self if size == 1 else self._of_sizes.get(size)
+        if graph is None or (size > 1 and graph.state is GraphState.DROPPED):
+            graph = self._of_sizes[size] = CapturedGraph(self.function, self.cache, self.view)
+        return graph
+
+    def forget_sizes(self) -> None:
+        """Forgets the graphs of several tokens."""
+        self._of_sizes.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the cache, and of what the graphs of all sizes hold."""
+        return self.cache.nbytes + self._own_bytes + sum(graph._own_bytes for graph in self._of_sizes.values())
 
     def capture(self, inputs: Any, capture: CpuCapture | CudaCapture) -> Any:
         """Captures the function with inputs like these, replacing an earlier capture; returns its output for them."""
@@ -171,10 +187,10 @@ class CapturedGraph:
             lambda: self.function(tree_unflatten(self.buffers, structure)), partial(self.cache.advance, 0)
         )
         self.state = GraphState.CAPTURED
-        self.nbytes = self.cache.nbytes + bytes_of_replay
+        self._own_bytes = bytes_of_replay
         for index, (leaf, buffer) in enumerate(zip(leaves, self.buffers)):
             if isinstance(buffer, Tensor) and reads(buffer):
-                self.nbytes += buffer.nbytes
+                self._own_bytes += buffer.nbytes
             elif isinstance(buffer, Tensor):
                 self._unread.add(index)
                 buffer.set_(leaf)
@@ -183,6 +199,7 @@ class CapturedGraph:
     def drop(self) -> None:
         """Ends all replays, and resets the write position, so that a discarded attempt leaves no trace."""
         self.state, self._replay = GraphState.DROPPED, None
+        self._of_sizes.clear()
         self.cache.advance(0)
 
     def fitting_leaves(self, inputs: Any) -> Any:
@@ -217,6 +234,8 @@ class CapturedGraph:
 
     def end_call(self) -> None:
         """Releases the caller's tensors."""
+        for graph in self._of_sizes.values():
+            graph.end_call()
         for index in self._unread:
             buffer = self.buffers[index]
             buffer.set_(buffer.new_empty(1).expand(buffer.shape))

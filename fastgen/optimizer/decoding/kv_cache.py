@@ -258,6 +258,16 @@ class KVCache:
         self.prompts[layer] = cut(prompt[0], count, None), *prompt[1:]
         return True
 
+    def crop(self, layer: int, count: int) -> bool:
+        """Drops the last `count` positions of a layer; returns False if not so many were generated."""
+        layer_kv = self.layers[layer]
+        generated, index = layer_kv.generated, layer_kv.index
+        if generated is None or count > generated.lengths[index] - generated.unmoved:
+            return False
+        self._invalidate(layer)
+        generated.lengths[index] -= count
+        return True
+
     def reorder(self, beam_idx: Tensor, layer: int | None = None) -> None:
         """Overwrites row i with row `beam_idx[i]` of the same input, in all layers or in one."""
         for index, layer_kv in enumerate(self.layers):

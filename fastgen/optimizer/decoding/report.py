@@ -27,6 +27,7 @@ KEPT = "kept prefix"
 KV_CACHE = "KV cache"
 LOOP = "decoding loop"
 STEPS = "decode steps"
+DRAFTS = "drafts"
 COMPACTION = "finished inputs"
 NGRAMS = "n-gram blocking"
 ALLOWED = "allowed tokens"
@@ -119,7 +120,8 @@ class Report:
     inputs, rows: 0 until the prefill has run. shared: what was computed or stored once per input, in words. not_done:
     what was not done, as pairs of a part of the call and a `Reason`. kernels: the number of calls of each kernel of
     fastgen, and of each operation that materialized shared keys (`MATERIALIZED` and its name). stages: the parts of the
-    call, if known. has_steps: whether it generates; false if it only scores texts.
+    call, if known. drafted, accepted: tokens that were checked as drafts, and those of them that were generated;
+    steps_saved: the forwards that were not needed then. has_steps: whether it generates; false if it only scores texts.
     """
 
     model: str
@@ -133,6 +135,9 @@ class Report:
     prefix_length: int = 0
     prefix_tokens_saved: int = 0
     prefix_tokens_kept: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    steps_saved: int = 0
     has_steps: bool = True
 
     def set_prefix(self, length: int, saved: int, reused: int = 0, groups: int = 1) -> None:
@@ -223,6 +228,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Returns the report for JSON: strings, numbers, and lists and dictionaries of them."""
         names = ["verdict", "model", "inputs", "rows", "prefix_length", "prefix_tokens_saved", "prefix_tokens_kept"]
+        names += ["drafted", "accepted", "steps_saved"]
         names += ["unused_kernels", "fallbacks", "decisions", "seconds"]
         return {name: getattr(self, name) for name in names} | {
             "shared": list(self.shared),
@@ -256,7 +262,9 @@ class Report:
         return "; ".join([f"{self._call()}: {self.verdict}", *self._done()])
 
     def _done(self) -> list[str]:
-        return [*self.shared, *(f"{name}: {_counted(calls, 'call')}" for name, calls in sorted(self.kernels.items()))]
+        drafts = f"drafts: {self.drafted} tokens checked, {self.accepted} right, {self.steps_saved} steps saved"
+        done = [*self.shared, *([drafts] if self.drafted else [])]
+        return [*done, *(f"{name}: {_counted(calls, 'call')}" for name, calls in sorted(self.kernels.items()))]
 
     def _call(self) -> str:
         rows = f": {_counted(self.inputs, 'input')}, {_counted(self.rows, 'row')}" if self.rows else ""

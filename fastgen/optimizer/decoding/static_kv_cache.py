@@ -33,6 +33,8 @@ from fastgen.optimizer.decoding.segmented_kv import KV, cut, in_segments, length
 
 SMALLEST_CAPACITY = 32
 
+MOST_TOKENS = 8  # of one step
+
 PairSpec = tuple[tuple[Any, ...], ...]  # sizes, dtype and device, for keys and for values
 # Rows, rows per input, the generated pair of a layer; then for growing and for other layers their number and the
 # segments of their prompts.
@@ -121,8 +123,10 @@ class StaticKVCache:
     prompt_length: of self-attention, without padding. capacity: the most generated positions of a row;
     generated_length: the present number.
 
-    A step reads three tensors and writes the last; `advance` counts afterwards. write_position: the index of the next
-    position, int64 `[1]`. first_position: the first position of self-attention after its padding, int64 `[1]`.
+    A step reads three tensors and writes the last; `advance` counts afterwards. write_positions: the indices of the
+    next positions, int64 `[MOST_TOKENS]`; write_position: the first of them, `[1]`. A step of several tokens writes
+    several; those that are not counted are overwritten. first_position: the first position of self-attention after its
+    padding, int64 `[1]`.
     seq_lengths: the number of positions in each growing layer, int64 `[layers]`. bounds: the first and the last
     position that a step sees, for kernels on a GPU, otherwise None.
     """
@@ -138,7 +142,9 @@ class StaticKVCache:
         self._loaded: list[tuple[KV, ...]] = []  # prompts without padding
         self.padding = self.self_padding = self.prompt_length = self.generated_length = self.unmoved = 0
         self.capacity = self.buffers[0].shape[3]
-        self.write_position = torch.zeros(1, dtype=torch.int64, device=self.buffers[0].device)
+        self._ahead = torch.arange(MOST_TOKENS, device=self.buffers[0].device)
+        self.write_positions = torch.zeros_like(self._ahead)
+        self.write_position = self.write_positions[:1]
         self.first_position = torch.zeros_like(self.write_position)
         self.seq_lengths = self.write_position.repeat(self.growing)
         self.bounds = (self.first_position, self.write_position) if self.write_position.is_cuda else None
@@ -160,19 +166,19 @@ class StaticKVCache:
     def advance(self, count: int = 1) -> None:
         """Counts the positions added to each layer; 0 resets the write position after a discarded attempt."""
         self.generated_length += count
-        self.write_position.fill_(self.generated_length)
+        torch.add(self._ahead, self.generated_length, out=self.write_positions)
         self.seq_lengths.fill_(self.prompt_length + self.generated_length)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Appends one position of each row, `[rows, kv_heads, 1, head_dim]`, to a layer.
+        """Appends positions of each row, `[rows, kv_heads, 1 to MOST_TOKENS, head_dim]`, to a layer.
 
         Raises UnderAutocast if the dtype differs, which a growable cache supports.
         """
         if torch.is_autocast_enabled(keys.device.type):
             raise UnderAutocast("autocast begins inside the forward")
         for buffer, added in zip(self.by_layer[layer], (keys, values)):
-            buffer.index_copy_(2, self.write_position, added)
-        self.seq_lengths[layer].add_(1)
+            buffer.index_copy_(2, self.write_positions[: added.shape[2]], added)
+        self.seq_lengths[layer].add_(keys.shape[2])
 
     def segments(self, layer: int) -> tuple[KV, ...]:
         """Returns what attention sees: the prompt's segments, and the buffer `[rows, kv_heads, capacity, head_dim]`."""

@@ -182,7 +182,7 @@ class FairseqDecodeStep(DecodeStep):
         log_probs, weights = self.run(tokens)
         return log_probs.clone(), None if weights is None else weights[:, self.states[0].kv.padding :]
 
-    def inputs(self, tokens: Tensor, view: DecodingState | None) -> dict[str, Any]:
+    def inputs(self, tokens: Tensor, view: DecodingState | None, size: int = 1) -> dict[str, Any]:
         temperature = self.generator.temperature
         if view is None:
             models = {"ensemble": self.generator.model, "states": self.states}

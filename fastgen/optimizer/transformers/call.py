@@ -70,6 +70,9 @@ def generate(original: Callable, self: checks.HostModel, *args: Any, **kwargs: A
             call.report.add_reasons(PREFILL, reasons)
             with disabled():
                 return original(self, *args, **kwargs)
+        if isinstance(source := args[0] if args else kwargs.get("input_ids", kwargs.get("inputs")), Tensor):
+            has_tokens = self.config.is_encoder_decoder and source.dim() == 2 and source.dtype == torch.int64
+            call.host.source = source if has_tokens else None
         call.host.user_cache = kv_layers.cache_of(kwargs) is not None
         call.host.user_code = not checks.is_known_class(self)
         call.host.has_callbacks = bool(args[2:]) or {*map(type, map(kwargs.get, _CALLBACKS))} != {NoneType}

@@ -10,6 +10,7 @@ add a reason, add a row. fastgen/reasons.py explains the codes.
     loop         the decoding loop is fastgen's
     capture      its steps are captured; `graphs.can_capture` adds reasons common to all hosts
     compaction   finished inputs leave the batch
+    drafts       several tokens are checked in one forward
 
 Before any of these, the patch of `generate` switches fastgen off for tiny calls and for classes that gave other
 results. The `CostModel` decides first whether a part is worthwhile. row_groups.py finds reasons in arguments, and
@@ -126,7 +127,8 @@ class TransformersCall:
     has_callbacks: whether the caller passed objects that are called between steps, which may change the model. share:
     whether keys and values of equal rows are stored once wherever possible (True), never (False), or where worthwhile
     (None). to_verify: the call with its arguments, if it must be compared with the original before anything is shared.
-    beam_scores: the scores of beam search's best hypotheses, `[inputs, num_beams]`, the best first. encoded: see
+    source: the token ids of an encoder's input, `[inputs, length]`, or None. beam_scores: the scores of beam search's
+    best hypotheses, `[inputs, num_beams]`, the best first. encoded: see
     `models/seamless.py`. checks: the `CallChecks` of the call's last loop.
     """
 
@@ -135,6 +137,7 @@ class TransformersCall:
     has_callbacks: bool = False
     share: bool | None = None
     to_verify: partial[Any] | None = None
+    source: Tensor | None = None
     beam_scores: Tensor | None = None
     encoded: list[Any] = field(default_factory=list)
     checks: CallChecks | None = None
@@ -156,6 +159,8 @@ def current_call() -> GenerateCall | None:
 LOOPS = ("transformers.sample", "transformers.beam_search")
 METHODS = ("_has_unfinished_sequences",)
 CRITERIA = {EosTokenCriteria, MaxLengthCriteria}
+
+_STOPS_OTHERWISE = "STOPPING_CRITERION", "a stopping criterion other than length and end tokens"
 
 # Types of rotary positions that are scaled by the longest prompt so far.
 _GROWING_ROPE = {"dynamic", "longrope"}
@@ -268,20 +273,25 @@ class CallChecks:
         has_layers = cache is not None and not kv_layers.is_static(cache)
         is_lost = moves_columns and not has_positions and kind not in compat.POSITIONS_OF_MASK
         counted = compat.COUNTED_COLUMNS.get(kind)
-        text: Any = self.model.config.get_text_config(decoder=True)
-        ropes = getattr(text, "rope_parameters", None)  # for all layers, or for each type of layer
-        ropes = [ropes, *ropes.values()] if isinstance(ropes, dict) else []
-        kinds = {str(rope.get("rope_type")) for rope in ropes if isinstance(rope, dict)}
         return that_hold(
             ("TRANSFORMERS_VERSION", "transformers before 5.17 continues from a cache in another way", is_old),
             untested_reasons(self.model),
             self._attention,
             ("CACHE_TYPE", "there is no DynamicCache", not has_layers),
             kv_layers.layer_reasons(cache, most) if has_layers else [],
-            ("POSITIONS", "rope_type {}: positions depend on the length of the prompt", [*_GROWING_ROPE & kinds][:1]),
+            self._growing_positions,
             ("POSITIONS", "the model is not told the positions of left-padded tokens", is_lost),
             ("POSITIONS", f"{kind}: {counted}", moves_columns and counted is not None),
         )
+
+    @cached_property
+    def _growing_positions(self) -> list[Reason]:
+        text: Any = self.model.config.get_text_config(decoder=True)
+        ropes = getattr(text, "rope_parameters", None)  # for all layers, or for each type of layer
+        ropes = [ropes, *ropes.values()] if isinstance(ropes, dict) else []
+        kinds = {str(rope.get("rope_type")) for rope in ropes if isinstance(rope, dict)}
+        text = "rope_type {}: positions depend on the length of the prompt"
+        return that_hold(("POSITIONS", text, [*_GROWING_ROPE & kinds][:1]))
 
     @cached_property
     def settings(self) -> list[Reason]:
@@ -289,7 +299,6 @@ class CallChecks:
         arguments, config = self.arguments, self.arguments.generation_config
         is_beam_search = bool(arguments.methods)
         return that_hold(
-            ("STREAMER", "a streamer is given", arguments.streamer is not None),
             ("COMPILED", "compile_config is set", config.compile_config is not None and not is_beam_search),
             ("SAMPLED_BEAMS", "beams are sampled", config.do_sample and is_beam_search),
             ("LOW_MEMORY", "low_memory is set", config.low_memory and is_beam_search),
@@ -299,12 +308,11 @@ class CallChecks:
     def loop(self) -> list[Reason]:
         """The reasons why fastgen's loop cannot replace the library's."""
         call, arguments, config = self.call, self.arguments, self.arguments.generation_config
-        criteria, called = arguments.stopping_criteria, (arguments.logits_processor, arguments.stopping_criteria)
+        called = arguments.logits_processor, arguments.stopping_criteria
         cache, untested = kv_layers.cache_of(arguments.model_kwargs), untested_reasons(self.model)
         loops, methods = list(filterfalse(PATCH_SET.direct.__contains__, LOOPS)), (*METHODS, *arguments.methods)
         replaced = [name for name in methods if not comes_with(getattr(self.model, name, None), GenerationMixin)]
         calls = [type(one).__name__ for one in called if not _runs_library_code(one)]
-        stops_otherwise = not (CRITERIA.issuperset(map(type, criteria)) and all(map(_runs_library_code, criteria)))
         is_own_call, is_assistant = "__call__" in vars(self.model), getattr(config, "is_assistant", False)
         is_old = not compat.STEPS_ARE_KNOWN
         return that_hold(
@@ -322,7 +330,26 @@ class CallChecks:
             ("SYNCED_GPUS", "synced_gpus is set", arguments.synced_gpus),
             ("RETURN_DICT", "return_dict_in_generate is set", config.return_dict_in_generate),
             ("ASSISTANT", "the model is the assistant of another", is_assistant),
-            ("STOPPING_CRITERION", "a stopping criterion other than length and end tokens", stops_otherwise),
+            (*_STOPS_OTHERWISE, bool(arguments.methods) and not self.stops_by_row),
+        )
+
+    @property
+    def stops_by_row(self) -> bool:
+        """Whether all stopping criteria look at each row alone: length and end tokens."""
+        criteria = self.arguments.stopping_criteria
+        return CRITERIA.issuperset(map(type, criteria)) and all(map(_runs_library_code, criteria))
+
+    @cached_property
+    def drafts(self) -> list[Reason]:
+        """The reasons why a step has one token: a forward of several might not give the same as several forwards."""
+        cache, most = kv_layers.cache_of(self.arguments.model_kwargs), self.arguments.generation_config.max_length or 0
+        return that_hold(
+            ("TRANSFORMERS_VERSION", "transformers before 5.17 has other static caches", not compat.LAYERS_ARE_KNOWN),
+            self._attention,
+            ("CACHE_TYPE", "there is no DynamicCache", cache is None or kv_layers.is_static(cache)),
+            [] if cache is None else kv_layers.unsupported_types(cache) + kv_layers.layer_reasons(cache, most),
+            self._growing_positions,
+            self.rows,
         )
 
     @cached_property
@@ -358,6 +385,7 @@ class CallChecks:
         return (
             (self.processors_by_row + processors.parameters_of_rows(self.arguments.logits_processor, rows))[:1]
             + that_hold((REORDERS_ITSELF, hasattr(self.model, "_reorder_cache")))
+            or that_hold((*_STOPS_OTHERWISE, not self.stops_by_row))
             or self.rows
             or that_hold(("ROWS_COUPLED", coupled, coupled is not None))
             or self.row_states({rows, rows // rows_per_input})

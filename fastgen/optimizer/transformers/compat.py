@@ -41,6 +41,9 @@ MOVED_CACHES = utils.ALL_CACHE_NAMES if "cannot be reordered" in _TEXTS else (CA
 # Since 5.17 the length of static layers is a tensor without dimensions, as `KVLayer` returns it.
 LAYERS_ARE_KNOWN = getattr(StaticLayer(1), "cumulative_length", torch.ones(1)).dim() == 0
 
+# Newer versions give a streamer its token after they have asked the stopping criteria.
+STREAMS_AFTER_CRITERIA = hasattr(utils, "StopCheck")
+
 
 def optimized_for_decode(model: Any) -> AbstractContextManager[Any]:
     """Returns the context that newer versions enter around the steps of a greedy or sampling loop."""

@@ -29,24 +29,34 @@ from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 from fastgen.optimizer.decoding.user_code import is_user_code
 from fastgen.optimizer.transformers import compat, kv_layers, row_groups
 from fastgen.optimizer.transformers.checks import CallChecks, HostModel
+from fastgen.optimizer.transformers.drafts import DraftedSteps
 
 # Arguments of a forward.
-MASK, ENCODED = "attention_mask", "encoder_outputs"
+MASK, ENCODED, KEPT_LOGITS = "attention_mask", "encoder_outputs", "logits_to_keep"
 
 
 class TransformersDecodeStep(DecodeStep):
     """Runs a model of transformers with its cache; the library prepares arguments and masks.
 
-    arguments: the `model_kwargs` of the library's loops.
+    arguments: the `model_kwargs` of the library's loops. sources: what drafts are taken from in addition to the text of
+    each row, or an empty list; None for a loop without drafts.
     """
 
     host = "transformers"
     model: HostModel
 
-    def __init__(self, checks: CallChecks, processors: Any, rows_per_input: int, captures: bool = False) -> None:
+    def __init__(
+        self,
+        checks: CallChecks,
+        processors: Any,
+        rows_per_input: int,
+        captures: bool = False,
+        sources: list[list[int]] | None = None,
+    ) -> None:
         config, arguments = checks.arguments.generation_config, checks.arguments.model_kwargs
         super().__init__(checks, len(checks.arguments.input_ids), rows_per_input, config.max_length or 0, captures)
         self.generation_config, self.processors, self.arguments = config, processors, arguments
+        self.drafts = None if sources is None else DraftedSteps(self, sources)
         self._dynamic: Any = None  # the cache before a capture, for eager steps afterwards
         self._padded: dict[str, tuple[Any, int, Any]] = {}  # by name: an argument, the padding, the padded argument
         self.rollback.callback(undo_of_random_numbers(only_torch=True))
@@ -55,6 +65,8 @@ class TransformersDecodeStep(DecodeStep):
             self.rollback.callback(kv_layers.undo_of(cache))
 
     def __exit__(self, *error: Any) -> None:
+        if self.drafts is not None and error[0] is None:
+            self.drafts.report()
         super().__exit__(*error)
         # Releases the cache: if nobody else holds it, it need not be given back when the call ends.
         self.arguments, self._dynamic = {}, None
@@ -62,23 +74,42 @@ class TransformersDecodeStep(DecodeStep):
 
     @property
     def stops_late(self) -> bool:
-        """Whether the loop reads its end one step late; not if a processor could notice the additional step."""
-        return self.captures and needs_sync(self.model.device) and not self.checks.processors_by_row
+        """Whether the loop reads its end one step late; not if user code could notice the additional step."""
+        checks = self.checks
+        is_noticed = checks.processors_by_row or checks.arguments.streamer is not None or not checks.stops_by_row
+        return self.captures and needs_sync(self.model.device) and not is_noticed
 
     def logits(self, input_ids: Tensor) -> Tensor:
         """Returns the logits `[rows, vocabulary_size]`, float32, of the token after input_ids `[rows, length]`."""
+        return self.next_logits(input_ids) if self.drafts is None else self.drafts.logits_sync(input_ids)
+
+    def next_logits(self, input_ids: Tensor) -> Tensor:
+        """Returns the same from a forward of one token."""
         outputs = self.run(input_ids)
-        self.arguments = self.model._update_model_kwargs_for_generation(
-            outputs, self.arguments, is_encoder_decoder=self.model.config.is_encoder_decoder
-        )
+        self.arguments = self.extended(outputs)
         return outputs.logits[:, -1].to(dtype=torch.float32, device=input_ids.device)
+
+    def extended(self, outputs: Any, count: int | None = None) -> dict[str, Any]:
+        """Returns the arguments with `count` more tokens; drafts are added to a copy."""
+        is_encoder_decoder = self.model.config.is_encoder_decoder
+        if count is None:
+            return self.model._update_model_kwargs_for_generation(
+                outputs, self.arguments, is_encoder_decoder=is_encoder_decoder
+            )
+        return self.model._update_model_kwargs_for_generation(
+            outputs, dict(self.arguments), is_encoder_decoder=is_encoder_decoder, num_new_tokens=count
+        )
 
     def prefill(self, tokens: Tensor) -> Any:
         return self.model._prefill(tokens, self.generation_config, self.arguments, is_first_iteration=True)
 
-    def inputs(self, tokens: Tensor, view: Any) -> dict[str, Any]:
+    def inputs(self, tokens: Tensor, view: Any, size: int = 1) -> dict[str, Any]:
         arguments = self.arguments if view is None else {**self.arguments, CACHE: view}
-        length = 1 if arguments["use_cache"] else None
+        length = size if arguments["use_cache"] else None
+        if size > 1:
+            arguments = self.extended({}, size - 1) | {CACHE: arguments[CACHE]}
+            if KEPT_LOGITS in arguments:
+                arguments[KEPT_LOGITS] = size
         inputs = self.model.prepare_inputs_for_generation(tokens, next_sequence_length=length, **arguments)
         if self.graph is None:
             return inputs
@@ -120,7 +151,9 @@ class TransformersDecodeStep(DecodeStep):
 
     @cached_property
     def runs_user_code(self) -> bool:
-        return any(is_user_code(processor, self.known_code.packages) for processor in self.processors)
+        arguments = self.checks.arguments
+        called = *self.processors, *arguments.stopping_criteria
+        return arguments.streamer is not None or any(is_user_code(one, self.known_code.packages) for one in called)
 
     def _pad(self, inputs: dict[str, Any], padding: int) -> dict[str, Any]:
         """Returns the arguments of a forward, padded with so many hidden positions before the first one.
@@ -187,6 +220,8 @@ class TransformersDecodeStep(DecodeStep):
 
     def compact(self, batch_index: Tensor, rows: Tensor) -> None:
         """Drops the inputs that are not at `batch_index`; row i becomes what row `rows[i]` was (int64 both)."""
+        if self.drafts is not None:
+            self.drafts.compact(rows.tolist())
         self.arguments = row_groups.take(self.arguments, self.rows, rows)
         super().compact(batch_index, rows)
         self.processors = copy.copy(self.processors)

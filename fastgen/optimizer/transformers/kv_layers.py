@@ -101,6 +101,13 @@ class KVLayer(DynamicLayer):
             return self.kv.prompt_length + self.kv.capacity, 0
         return super().get_mask_sizes(*args, **kwargs)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        count = -tokens_to_remove
+        if count < 0 or self.is_compileable or self._must_be_dynamic() or not self.kv.crop(self.index, count):
+            self.to_dynamic_layer().crop(tokens_to_remove)
+        elif self.is_sliding:
+            self.cumulative_length -= count
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         stays = True  # indices on a GPU are trusted, because reading them would wait
         if beam_idx.device.type == "cpu":  # a user's decoding method may move rows between inputs
@@ -307,6 +314,13 @@ def reorder(cache: Cache, rows: Tensor, batch_index: Tensor | None = None) -> No
             kv.reorder(rows)
         else:
             kv.compact(batch_index, rows)
+
+
+def crop(cache: Cache, length: int) -> None:
+    """Drops the positions of self-attention after the first `length`."""
+    for layer in parts(cache)[0].layers:
+        if (surplus := layer.get_seq_length() - length) > 0:
+            layer.crop(-surplus)
 
 
 def layer_reasons(cache: Cache, most: int) -> list[Reason]:

@@ -20,9 +20,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
+from fastgen.config import CONFIG
 from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.graphs import can_capture, unwanted_reasons
-from fastgen.optimizer.decoding.report import LOOP, STEPS
+from fastgen.optimizer.decoding.report import DRAFTS, LOOP, STEPS, Reason
 from fastgen.optimizer.transformers import compat
 from fastgen.optimizer.transformers.call import drop_unused_outputs
 from fastgen.optimizer.transformers.checks import CallChecks, HostModel, LoopArguments, current_call
@@ -56,33 +57,53 @@ def sample(
         return theirs(synced_gpus=synced_gpus, streamer=streamer)
     arguments = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs, streamer
     call.host.checks = checks = CallChecks(call, self, LoopArguments(*arguments))
-    compacts, captures = parts_of_loop(checks)
-    if not (compacts or captures):
+    compacts, captures, drafts = parts_of_loop(checks)
+    if not (compacts or captures or drafts):
         return theirs(synced_gpus=synced_gpus, streamer=streamer)
-    step = TransformersDecodeStep(checks, processors, 1, captures)
+    sources = _sources(call.host.source, len(input_ids)) if drafts else None
+    step = TransformersDecodeStep(checks, processors, 1, captures, sources)
     with step:
-        return TokenLoop(input_ids, generation_config, step, compacts).run(stopping_criteria)
+        return TokenLoop(input_ids, generation_config, step, compacts).run(stopping_criteria, streamer)
 
 
-def parts_of_loop(checks: CallChecks) -> tuple[bool, bool]:
-    """Returns whether rows may leave, and whether steps are captured; without either, the library's loop runs.
+def _sources(source: Tensor | None, rows: int) -> list[list[int]]:
+    """Returns the encoder's tokens for each row; empty if there are none."""
+    if source is None or rows % len(source):
+        return []
+    return source.repeat_interleave(rows // len(source), dim=0).tolist()
+
+
+def parts_of_loop(checks: CallChecks) -> tuple[bool, bool, bool]:
+    """Returns whether rows may leave, steps are captured, and drafts checked; if none, the library's loop runs.
 
     Adds to the report why not.
     """
     call, model, (input_ids, _, criteria, config, *_) = checks.call, checks.model, checks.arguments
     call.report.add_reasons(LOOP, checks.settings)
+    nothing = False, False, False
     if checks.settings:
-        return False, False
+        return nothing
     rows, length = input_ids.shape
     steps = (config.max_length or 0) - length
     compacts = call.costs.should_compact(size_of(model, checks.known_code), rows - 1, rows, steps, steps - 1)
     compacts = compacts and _can_end_early(input_ids, criteria, config)
     unwanted = unwanted_reasons(call, input_ids.device, steps)
     call.report.add_reasons(STEPS, unwanted)
-    if unwanted and not compacts:
-        return False, False
+    drafts = _may_draft(checks, steps)
+    if unwanted and not (compacts or drafts):
+        return nothing
     call.report.add_reasons(LOOP, checks.loop)
-    return (False, False) if checks.loop else (compacts, can_capture(checks, rows, steps))
+    return nothing if checks.loop else (compacts, can_capture(checks, rows, steps), drafts)
+
+
+def _may_draft(checks: CallChecks, steps: int) -> bool:
+    """Whether the steps of this loop look for drafts, so that there are texts and a cache; adds to the report."""
+    if CONFIG.drafts == "off":
+        checks.call.report.add_reasons(DRAFTS, [Reason("DRAFTS_OFF", "FASTGEN_DRAFTS=off")])
+        return False
+    input_ids, arguments = checks.arguments.input_ids, checks.arguments.model_kwargs
+    is_possible = input_ids.device.type == "cpu" and input_ids.dim() == 2 and arguments.get("use_cache")
+    return bool(is_possible) and steps >= checks.call.costs.min_draft_steps
 
 
 def _can_end_early(input_ids: Tensor, stopping_criteria: Any, config: Any) -> bool:
@@ -119,14 +140,17 @@ class TokenLoop:
         is_cuda = device.type == "cuda"
         self.random = torch.cuda.default_generators[device.index] if is_cuda else torch.default_generator
 
-    def run(self, stopping_criteria: Any) -> Tensor:
+    def run(self, stopping_criteria: Any, streamer: Any = None) -> Tensor:
         """Returns the sequences `[rows, length]` that the library returns."""
+        self.pads = self.pad is not None and any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         logits = self.step.logits(self.input_ids)
         with compat.optimized_for_decode(self.step.model):
-            while not self.advance(logits, stopping_criteria):
+            while not self.advance(logits, stopping_criteria, streamer):
                 if self.compacts:
                     self.compact()
                 logits = self.step.logits(self.input_ids)
+        if streamer is not None:
+            streamer.end()
         if self.pad is None or not self.finished:  # without padding no row ends before the others
             return self.input_ids
         output = self.pad.repeat(self.all_rows, self.input_ids.shape[1])
@@ -134,7 +158,7 @@ class TokenLoop:
             output[rows, : tokens.shape[1]] = tokens
         return output
 
-    def advance(self, logits: Tensor, stopping_criteria: Any) -> bool:
+    def advance(self, logits: Tensor, stopping_criteria: Any, streamer: Any) -> bool:
         """Adds a token to each row, and returns whether all rows have ended."""
         processors, draws = self.step.processors, self.config.do_sample
         by_row = processors[-1] if draws and processors and type(processors[-1]) is RowDraws else None
@@ -148,10 +172,14 @@ class TokenLoop:
             tokens = by_row.tokens(self.input_ids, scores, self.row_index)
         else:  # with the library's operations, and random numbers for all rows
             tokens = self.drawn(functional.softmax(scores, dim=-1))
-        if self.pad is not None:
+        if self.pads:
             tokens = torch.where(self.unfinished, tokens, self.pad)
         self.input_ids = torch.cat([self.input_ids, tokens[:, None]], dim=1)
+        if streamer is not None and not compat.STREAMS_AFTER_CRITERIA:
+            streamer.put(tokens.cpu())
         self.unfinished = self.unfinished & ~stopping_criteria(self.input_ids, None)
+        if streamer is not None and compat.STREAMS_AFTER_CRITERIA:
+            streamer.put(tokens.cpu())
         has_ended = ~self.unfinished.any()
         if self.late_stop is None:
             return bool(has_ended)

@@ -1,0 +1,135 @@
+"""Drafts: outputs that copy parts of their input, with drafts and without, and transformers' prompt lookup.
+
+Random weights copy nothing, so a logits processor forces the text: runs of 4 to 40 tokens from random places of the
+prompt, with other tokens between them. All ways have this processor; their tokens must be equal to the text.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import calls
+import torch
+from measure import Options, Ways, compare
+from transformers import LogitsProcessor
+
+import fastgen
+from fastgen.models.demo import demo_path, sample_path
+from fastgen.testing import configured
+
+SHORTEST, LONGEST = 4, 40  # runs that are copied
+ALONE = "fastgen without drafts"
+
+
+@dataclass(frozen=True)
+class Case:
+    """share: of the new tokens that are copied, or None for a text of the model itself. lines: of the demo model."""
+
+    model: str
+    rows: int = 1
+    share: float | None = None
+    length: int = 512
+    new_tokens: int = 256
+    lines: int = 500
+
+    @property
+    def workload(self) -> str:
+        title = calls.MODELS[self.model].title
+        if self.model == "demo":
+            return f"{title}, {self.lines} lines, one at a time"
+        text = "" if self.share is None else f", {self.share:.0%} copied"
+        unit = "s" if "whisper" in self.model else "tokens"
+        return f"{title}, {self.rows} × {self.length} {unit}, {self.new_tokens} new tokens{text}"
+
+
+CASES = {
+    "drafts": {
+        **{
+            f"{model.partition('-')[0]}-{rows}-{round(100 * share)}": Case(model, rows, share)
+            for model in ("gpt2-small", "llama-like")
+            for rows in (1, 4)
+            for share in (0.95, 0.8, 0.5, 0.0)
+        },
+        "demo": Case("demo"),
+        "whisper": Case("whisper-tiny", length=30, new_tokens=96),
+        "bart": Case("bart-base", length=64, new_tokens=96),
+    }
+}
+
+
+class Forced(LogitsProcessor):
+    """Makes each row generate a given text; start: the number of tokens before it."""
+
+    def __init__(self, texts: list[list[int]], start: int) -> None:
+        self.texts, self.start = torch.tensor(texts), start
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        tokens = self.texts[:, input_ids.shape[1] - self.start, None]
+        return torch.full_like(scores, -1e4).scatter_(1, tokens, 1e4)
+
+
+def copying(prompt: list[int], share: float, length: int, vocabulary: int, rng: random.Random) -> list[int]:
+    """Returns a text of which this share is copied from the prompt, in runs."""
+    text: list[int] = []
+    while len(text) < length:
+        count = rng.randint(SHORTEST, LONGEST) if share else 0
+        start = rng.randrange(len(prompt) - count)
+        others = count * (1 - share) / share if share else length
+        own = int(others) + (rng.random() < others % 1)
+        text += [*prompt[start : start + count], *(rng.randrange(calls.FIRST_WORD, vocabulary) for _ in range(own))]
+    return text[:length]
+
+
+def measure(kind: str, name: str, case: Case, options: Options) -> dict[str, Any]:
+    """Returns the figures of a case; the ratio to stock's prompt lookup is that of one row with a forced text."""
+    call, with_lookup = call_of(case, options)
+    ways: Ways = {
+        "fastgen": call,
+        ALONE: partial(without_drafts, call),
+        "stock": fastgen.disabled()(call),
+    }
+    if with_lookup:
+        ways["prompt lookup"] = fastgen.disabled()(partial(call, prompt_lookup_num_tokens=10))
+    result, returned = compare(ways, options)
+    equal = all(torch.equal(output, returned["stock"]) for output in returned.values())
+    report = fastgen.explain()
+    counts = {"drafted": report.drafted, "accepted": report.accepted}
+    what = {"case": name, "workload": case.workload, "dtype": options.dtype}
+    return {**what, **result, "equal": result["equal"] and equal, **counts}
+
+
+def without_drafts(call: Callable[[], Any]) -> Any:
+    with configured(drafts="off"):
+        return call()
+
+
+def call_of(case: Case, options: Options) -> tuple[Callable[..., torch.Tensor], bool]:
+    """Returns the call of a case, and whether prompt lookup can do the same."""
+    if case.model == "demo":
+        return lines_of_demo(case, options), False
+    shape = calls.Call(case.model, case.rows, case.length, calls.GREEDY | {"max_new_tokens": case.new_tokens})
+    work = calls.Work(shape, options)
+    if case.share is not None:
+        rng, prompts = random.Random(0), work.inputs["input_ids"].tolist()
+        texts = [copying(prompt, case.share, case.new_tokens, work.model.config.vocab_size, rng) for prompt in prompts]
+        work.arguments["logits_processor"] = [Forced(texts, case.length)]
+    return work.generate, case.share is not None and case.rows == 1
+
+
+def lines_of_demo(case: Case, options: Options) -> Callable[[], torch.Tensor]:
+    from transformers import AutoTokenizer
+
+    model = calls.make_model("demo").to(options.torch_dtype)
+    tokenizer = AutoTokenizer.from_pretrained(demo_path())
+    lines = sample_path().read_text(encoding="utf-8").splitlines()[: case.lines]
+    inputs = [tokenizer(line, return_tensors="pt") for line in lines]
+
+    def generate() -> torch.Tensor:
+        outputs = [model.generate(**each, do_sample=False, max_new_tokens=160)[0] for each in inputs]
+        return torch.nn.utils.rnn.pad_sequence(outputs, batch_first=True)
+
+    return generate

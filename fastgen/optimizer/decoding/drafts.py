@@ -1,0 +1,153 @@
+"""Drafts: the next tokens of a text that repeats its input, guessed, and checked in one forward.
+
+    text      … the cat sat on the mat .   And then the cat
+                ^^^^^^^ last occurrence             ^^^^^^^ suffix     draft: sat on the
+    forward   cat sat on the        one step that reads all weights once: the logits after each of these four tokens
+    loop      sat                   each token is chosen as without drafts; while it is the draft's, the logits of the
+              on                    next one are there already
+              a                     the rest of the draft is dropped: its keys are overwritten
+
+A draft never decides: the loop chooses each token from the model's logits, with all processors and random numbers, as
+in a step of one token. So drafts change the time of a call and nothing else. All rows of a batch are checked together:
+processors see all rows at once, so the row whose draft ends first ends the draft of all. "Input-guided decoding" (arXiv
+2106.04970) does the same for one greedy row.
+
+This module knows no host library, and no model: `Drafts` guesses, and estimates what is worth checking.
+
+Tests: tests/optimizer/decoding/test_drafts.py, tests/optimizer/transformers/test_drafts.py
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+# The tokens of a forward that checks a draft: the last token of the text, and the draft.
+SIZES = (2, 4, 8)
+
+# Longer matches are not told apart.
+LONGEST_MATCH = 16
+
+# Occurrences of a suffix that are compared, the last ones first.
+MOST_OCCURRENCES = 32
+
+
+class Text:
+    """The tokens of one row, its source before them, and the occurrence of its suffix that is followed.
+
+    place: the index of the token that followed that occurrence, the draft's first; None if there is none. length: of
+    the match, at most `LONGEST_MATCH`.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens: list[int] = []
+        self.place: int | None = None
+        self.length = 0
+        self._latest: dict[int, int] = {}  # for each token, the index after its last occurrence
+        self._earlier: list[int] = []  # for each index, the one after the occurrence before
+        for token in tokens:
+            self._store(token)
+        self._find()
+
+    def append(self, token: int) -> None:
+        """Adds a token; the match goes on if the draft began with it."""
+        is_drafts = self.place is not None and self.tokens[self.place] == token
+        self._store(token)
+        if is_drafts and self.place is not None:
+            self.place, self.length = self.place + 1, min(self.length + 1, LONGEST_MATCH)
+        else:
+            self._find()
+
+    def draft(self, count: int) -> list[int]:
+        """Returns the `count` tokens after the occurrence; where the text ends, it is repeated from there on."""
+        if self.place is None:
+            return []
+        drafted = self.tokens[self.place : self.place + count]
+        period = len(self.tokens) - self.place
+        while len(drafted) < count:
+            drafted.append(drafted[len(drafted) - period])
+        return drafted
+
+    def _store(self, token: int) -> None:
+        """Adds a token, which from now on follows the last occurrence of the token before it."""
+        if self.tokens:
+            before, end = self.tokens[-1], len(self.tokens)
+            self._earlier.append(self._latest.get(before, -1))
+            self._latest[before] = end
+        else:
+            self._earlier.append(-1)
+        self.tokens.append(token)
+
+    def _find(self) -> None:
+        """Finds the longest match of the suffix, of equally long ones the last."""
+        tokens, end = self.tokens, len(self.tokens)
+        self.place, self.length = None, 0
+        place = self._latest.get(tokens[-1], -1) if tokens else -1
+        for _ in range(MOST_OCCURRENCES):
+            if place < 0 or self.length == LONGEST_MATCH:
+                break
+            length = 1
+            while length < min(place, LONGEST_MATCH) and tokens[place - length - 1] == tokens[end - length - 1]:
+                length += 1
+            if length > self.length:
+                self.place, self.length = place, length
+            place = self._earlier[place]
+
+
+class Drafts:
+    """The drafts of all rows of a loop, and the estimate of how many tokens are worth checking.
+
+    texts: one per row. cost: returns what a forward of so many rows with so many tokens takes, in steps of one token.
+    drafted, accepted: the numbers of tokens checked, and of those that were right, in all rows. saved: the steps that
+    were not needed.
+
+    How often a match is right is learned during the call, for each length of a match, from all matches, whether or not
+    they were checked.
+    """
+
+    def __init__(self, texts: list[Text], cost: Callable[[int, int], float]) -> None:
+        self.texts, self.cost = texts, cost
+        self.drafted = self.accepted = self.saved = 0
+        self._right, self._seen = [1.0] * (LONGEST_MATCH + 1), [2.0] * (LONGEST_MATCH + 1)
+        self._right[1] = 0.5  # single tokens recur by chance
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Adds a token to each row."""
+        for text, token in zip(self.texts, tokens):
+            if text.place is not None:
+                self._seen[text.length] += 1
+                self._right[text.length] += text.tokens[text.place] == token
+            text.append(token)
+
+    def propose(self, most: int) -> list[list[int]]:
+        """Returns a draft of each row, all of one length; empty if none is worthwhile.
+
+        most: the most tokens of a forward. The expected gain is that of a number of tokens in `SIZES` for which most
+        tokens come of the time of one step.
+        """
+        if any(text.place is None for text in self.texts):
+            return []
+        best, best_rate, expected, likely, checked = 0, MIN_GAIN, 1.0, 1.0, 1
+        for size in SIZES:
+            if size > most:
+                break
+            for ahead in range(checked - 1, size - 1):
+                likely *= math.prod(self._share(text.length + ahead) for text in self.texts)
+                expected += likely
+            checked = size
+            if (rate := expected / self.cost(len(self.texts), size)) > best_rate:
+                best, best_rate = size, rate
+        return [text.draft(best - 1) for text in self.texts] if best else []
+
+    def _share(self, length: int) -> float:
+        """Returns the share of matches of this length that were right."""
+        length = min(length, LONGEST_MATCH)
+        return self._right[length] / self._seen[length]
+
+    def take(self, rows: Sequence[int]) -> None:
+        """Row i becomes what row `rows[i]` was."""
+        self.texts = [self.texts[row] for row in rows]
+
+
+# A draft must be expected to make so many tokens in the time of a step.
+MIN_GAIN = 1.05

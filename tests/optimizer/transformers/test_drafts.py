@@ -1,0 +1,371 @@
+"""Steps that check several tokens: the answer, the random numbers and what user code sees stay those of the library."""
+
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from architectures import VOCABULARY
+from parity import outcome, run_both
+from reports import capturing
+from tiny_models import inputs_of, tiny, token_ids
+from transformers import LogitsProcessor, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+import fastgen
+from fastgen.optimizer.decoding.report import DRAFTS, Report
+from fastgen.optimizer.transformers import drafts
+from fastgen.testing import broken, configured, replaced, watched
+
+NAMES = (
+    "gpt2",
+    "llama",
+    "qwen2",
+    "opt",
+    "bloom",
+    "gpt_neo",
+    "gptj",
+    "falcon",
+    "mistral",
+    "gemma",
+    "bart",
+    "t5",
+    "marian",
+)
+NEW = 40
+GRAPHS = pytest.mark.parametrize("cuda_graphs", ("off", "on"))
+
+
+@pytest.fixture(autouse=True)
+def forgets_models(monkeypatch):
+    """Lets no test depend on what another has proven."""
+    drafts._facts.clear()
+
+
+class Forced(LogitsProcessor):
+    """Makes each row generate a given text, `[rows, length]`."""
+
+    def __init__(self, texts: list[list[int]], start: int) -> None:
+        self.texts, self.start = texts, start
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        position = input_ids.shape[1] - self.start
+        forced = scores.clone()
+        forced[torch.arange(len(scores)), torch.tensor([text[position] for text in self.texts])] = 1e4
+        return forced
+
+
+def copying(input_ids: torch.Tensor, length: int = NEW, seed: int = 3) -> list[list[int]]:
+    """Returns a text for each row that copies runs of its input, with a token of its own between them."""
+    rng, texts = Random(seed), []
+    for row in input_ids.tolist():
+        text: list[int] = []
+        while len(text) < length:
+            start, count = rng.randrange(len(row) - 4), rng.randint(4, 12)
+            text += [*row[start : start + count], rng.randrange(5, VOCABULARY)]
+        texts.append(text[:length])
+    return texts
+
+
+def forced(model: Any, inputs: dict[str, torch.Tensor], **arguments: Any) -> Report:
+    """Generates texts that copy their inputs, with and without fastgen, and compares tokens; returns the report."""
+    source = inputs["input_ids"]
+    start = 1 if model.config.is_encoder_decoder else source.shape[1]
+    rows = arguments.get("num_return_sequences", 1)
+    processor = Forced(copying(source.repeat_interleave(rows, dim=0)), start)
+    arguments = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, **arguments}
+    both = run_both(lambda: model.generate(**inputs, logits_processor=[processor], **arguments))
+    assert torch.equal(both.stock, both.fast)
+    return both.report
+
+
+def greedy(model: Any, inputs: dict[str, torch.Tensor], **arguments: Any) -> Report:
+    arguments = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, **arguments}
+    both = run_both(lambda: model.generate(**inputs, **arguments))
+    assert torch.equal(both.stock, both.fast)
+    return both.report
+
+
+@GRAPHS
+@pytest.mark.parametrize("lengths", [(30,), (30, 21)], ids=("one row", "two rows"))
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_that_copy_their_input_need_fewer_steps(name, lengths, cuda_graphs):
+    with capturing(cuda_graphs, drafts="auto"):
+        report = forced(tiny(name), inputs_of(name, *lengths))
+    assert report.accepted > 0 and report.steps_saved > 0, report
+    assert f"{report.steps_saved} steps saved" in str(report) and report.as_dict()["drafted"] == report.drafted
+
+
+@GRAPHS
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("way", [{}, {"do_sample": True, "top_k": 2, "temperature": 0.3}], ids=("greedy", "sampled"))
+@pytest.mark.parametrize("name", ("llama", "t5"))
+def test_texts_of_the_model_itself_stay_the_same(name, way, dtype, cuda_graphs):
+    model = tiny(name).to(dtype)
+    with capturing(cuda_graphs, drafts="auto"):
+        reports = [
+            greedy(model, {"input_ids": token_ids(1, 9, seed=seed)}, max_new_tokens=60, **way) for seed in range(6)
+        ]
+    assert sum(report.accepted for report in reports) > 0
+
+
+def test_samples_draw_the_numbers_of_the_library():
+    report = forced(tiny("llama"), inputs_of("llama", 30, 21), do_sample=True, num_return_sequences=2)
+    assert report.accepted > 0
+
+
+@GRAPHS
+def test_finished_rows_leave_between_drafts(cuda_graphs):
+    model, inputs = tiny("llama"), inputs_of("llama", 30, 21, 25)
+    texts = copying(inputs["input_ids"])
+    texts[1][12:] = [2] * (NEW - 12)
+    processor = Forced(texts, inputs["input_ids"].shape[1])
+    with capturing(cuda_graphs, drafts="auto"), configured(share="always"):
+        both = run_both(
+            lambda: model.generate(
+                **inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=2, logits_processor=[processor]
+            )
+        )
+    assert torch.equal(both.stock, both.fast) and both.report.accepted > 0
+
+
+class Noting(LogitsProcessor, StoppingCriteria):
+    """Notes all that it is called with, as a processor and as a criterion; stops after a number of tokens."""
+
+    def __init__(self, stops_at: int) -> None:
+        self.calls: list[Any] = []
+        self.stops_at = stops_at
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        self.calls.append((input_ids.clone(), None if scores is None else scores.clone()))
+        if scores is not None:
+            return scores
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.stops_at, device=input_ids.device)
+
+
+class Streamer(BaseStreamer):
+    def __init__(self, calls: list[Any]) -> None:
+        self.calls = calls
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls.append((value.clone(), None))
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+
+@GRAPHS
+@pytest.mark.parametrize("rows", (1, 3))
+def test_user_code_is_called_as_by_the_library(rows, cuda_graphs):
+    model, input_ids = tiny("llama"), token_ids(rows, 20)
+    notes = []
+
+    def call() -> torch.Tensor:
+        noting = Noting(stops_at=50)
+        notes.append(noting.calls)
+        processors = [Forced(copying(input_ids), 20), noting]
+        streams = {"streamer": Streamer(noting.calls)} if rows == 1 else {}
+        return model.generate(
+            input_ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None,
+            logits_processor=processors, stopping_criteria=[noting], **streams,
+        )  # fmt: skip
+
+    with capturing(cuda_graphs, drafts="auto"):
+        both = run_both(call)
+    assert torch.equal(both.stock, both.fast) and both.report.accepted > 0
+    stock, fast = notes
+    assert len(stock) == len(fast)
+    for expected, got in zip(stock, fast):
+        if expected == "end":
+            assert got == "end"
+            continue
+        assert torch.equal(expected[0], got[0]) and (expected[1] is None) == (got[1] is None)
+        if expected[1] is not None:
+            torch.testing.assert_close(got[1], expected[1], atol=1e-4, rtol=1e-4)
+
+
+def test_stop_strings_end_a_row():
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+    from fastgen.models.demo import demo_path, sample_path
+
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(demo_path()), AutoTokenizer.from_pretrained(demo_path())
+    drafted = 0
+    for line in sample_path().read_text(encoding="utf-8").splitlines()[:12]:
+        inputs = tokenizer(line, return_tensors="pt")
+        arguments = {"stop_strings": ["and", " to "], "tokenizer": tokenizer, "max_new_tokens": 60, "do_sample": False}
+        both = run_both(partial(model.generate, **inputs, **arguments))
+        assert torch.equal(both.stock, both.fast)
+        drafted += both.report.drafted
+    assert drafted
+
+
+def wrong(original: Callable, *args: Any) -> Any:
+    checked = original(*args)
+    checked.logits = checked.logits + torch.linspace(0, 9, checked.logits.shape[-1])
+    return checked
+
+
+def test_a_first_forward_with_other_logits_ends_drafts():
+    model, inputs = tiny("llama"), inputs_of("llama", 30)
+    with replaced("forward of a draft", wrong), watched("check a draft") as checked:
+        report = forced(model, inputs)
+        assert report.codes(DRAFTS) == {"DRAFTS_REFUSED"} and not report.drafted
+        report = forced(model, inputs)
+    assert report.codes(DRAFTS) == {"DRAFTS_REFUSED"} and not checked
+
+
+def test_a_first_forward_that_fails_ends_drafts():
+    with broken("forward of a draft", RuntimeError("no")):
+        report = forced(tiny("llama"), inputs_of("llama", 30))
+    assert report.codes(DRAFTS) == {"DRAFTS_REFUSED"}
+
+
+def test_an_error_of_a_later_draft_is_the_librarys_to_repeat():
+    model, inputs = tiny("llama"), {"input_ids": torch.full((1, 12), 7)}
+    arguments = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
+    for seed in range(20):
+        inputs = {"input_ids": token_ids(1, 9, seed=seed)}
+        if greedy(model, inputs, **arguments).drafted:
+            break
+    with broken("check a draft", RuntimeError("no")) as calls, configured(strict=False):
+        greedy(model, inputs, **arguments)
+    assert calls
+    fastgen.enable()
+
+
+def test_one_token_is_never_verified_twice():
+    model, inputs = tiny("llama"), inputs_of("llama", 30)
+    forced(model, inputs)
+    with watched("forward of a draft") as forwards, watched("check a draft") as checked:
+        forced(model, inputs)
+    assert len(forwards) == len(checked) > 0
+
+
+def test_repeatable_calls_prove_their_drafts_themselves():
+    model, inputs = tiny("llama"), inputs_of("llama", 30)
+    with configured(repeatable=True):
+        first, second = forced(model, inputs), forced(model, inputs)
+    assert (first.drafted, first.accepted) == (second.drafted, second.accepted) and first.drafted
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "arguments", "code"),
+    [
+        ("mistral", {"sliding_window": 8}, {}, "SLIDING_WINDOW"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, {}, "POSITIONS"),
+        ("llama", {}, {"use_cache": False}, None),
+        ("llama", {}, {"return_dict_in_generate": True, "output_scores": True}, None),
+        ("llama", {}, {"num_beams": 2}, None),
+        ("mamba", {}, {}, None),
+    ],
+    ids=("window", "rope", "no cache", "scores", "beams", "states"),
+)
+def test_left_alone(name, overrides, arguments, code):
+    model = tiny(name, **overrides)
+    inputs, start = inputs_of(name, 30), 30
+    processor = Forced(copying(inputs["input_ids"]), start)
+    both = run_both(
+        lambda: model.generate(
+            **inputs, logits_processor=[processor],
+            **{"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, **arguments},
+        )
+    )  # fmt: skip
+    assert not both.report.drafted and (code is None or code in both.report.codes(DRAFTS))
+
+
+def test_the_switch_is_reported():
+    with configured(drafts="off"):
+        report = forced(tiny("llama"), inputs_of("llama", 30))
+    assert not report.drafted and report.codes(DRAFTS) == {"DRAFTS_OFF"}
+
+
+def test_a_short_call_looks_for_none():
+    report = forced(tiny("llama"), inputs_of("llama", 30), max_new_tokens=7)
+    assert not report.drafted and not report.codes(DRAFTS)
+
+
+class Changing(LogitsProcessor):
+    """Changes the model after a number of tokens."""
+
+    def __init__(self, model: Any, at: int) -> None:
+        self.model, self.at = model, at
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] == self.at:
+            head = self.model.lm_head
+            self.model.lm_head = torch.nn.Linear(head.in_features, head.out_features, bias=False)
+            with torch.no_grad():
+                self.model.lm_head.weight.copy_(head.weight.roll(1, dims=0))
+        return scores
+
+
+@GRAPHS
+def test_no_logits_of_changed_weights_are_used(cuda_graphs):
+    model, input_ids = tiny("llama"), token_ids(1, 9, seed=4)
+    weight, before = model.lm_head.weight, model.lm_head.weight.detach().clone()
+
+    class Rolling(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if input_ids.shape[1] in (30, 33):
+                with torch.no_grad():
+                    weight.copy_(weight.roll(1, dims=0))
+            return scores
+
+    def call() -> torch.Tensor:
+        with torch.no_grad():
+            weight.copy_(before)
+        processors = [Rolling(), Until(Forced([[7] * 20], 9), 9 + 20)]
+        return model.generate(
+            input_ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None, logits_processor=processors
+        )
+
+    with capturing(cuda_graphs, drafts="auto"):
+        both = run_both(call)
+    assert torch.equal(both.stock, both.fast) and both.report.drafted
+
+
+@GRAPHS
+def test_no_logits_of_a_changed_model_are_used(cuda_graphs):
+    outputs = []
+    for context in (fastgen.disabled(), capturing(cuda_graphs, drafts="auto")):
+        model, input_ids = tiny("llama"), token_ids(1, 9, seed=4)
+        with context:
+            tokens = [7] * 20
+            processors = [Changing(model, 9 + 22), Until(Forced([tokens], 9), 9 + 20)]
+            outputs.append(
+                model.generate(
+                    input_ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None, logits_processor=processors
+                )
+            )
+    assert torch.equal(*outputs) and fastgen.explain().drafted and "MODEL_CHANGED" in fastgen.explain().codes(DRAFTS)
+
+
+class Until(LogitsProcessor):
+    def __init__(self, processor: LogitsProcessor, length: int) -> None:
+        self.processor, self.length = processor, length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return self.processor(input_ids, scores) if input_ids.shape[1] < self.length else scores
+
+
+def test_an_error_of_user_code_is_raised_once():
+    class Failing(Noting):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+            if input_ids.shape[1] == 30:
+                raise KeyError("mine")
+            return super().__call__(input_ids, scores, **kwargs)
+
+    model, input_ids, failings = tiny("llama"), token_ids(1, 20), []
+
+    def call() -> Any:
+        failings.append(Failing(stops_at=99))
+        processors = [Forced(copying(input_ids), 20), failings[-1]]
+        return model.generate(input_ids, max_new_tokens=NEW, do_sample=False, logits_processor=processors)
+
+    with fastgen.disabled():
+        assert outcome(call) == ("KeyError", "'mine'")
+    assert outcome(call) == ("KeyError", "'mine'")
+    assert len(failings[0].calls) == len(failings[1].calls)

@@ -68,7 +68,8 @@ class Forced(LogitsProcessor):
         self.texts, self.start = torch.tensor(texts), start
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        tokens = self.texts[:, input_ids.shape[1] - self.start, None]
+        position = min(input_ids.shape[1] - self.start, self.texts.shape[1] - 1)  # prompt lookup looks behind the end
+        tokens = self.texts[:, position, None]
         return torch.full_like(scores, -1e4).scatter_(1, tokens, 1e4)
 
 

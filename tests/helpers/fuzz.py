@@ -25,7 +25,8 @@ from unittest.mock import patch
 import numpy
 import torch
 import transformers
-from fuzz_cases import Case, draw, model_of
+from copied_text import Forced, Noting, copying
+from fuzz_cases import Case, draw, draw_copying, model_of
 from fuzz_changes import PROGRAMS
 from parity import assert_equal_outputs
 from reports import capturing
@@ -38,6 +39,7 @@ from fastgen.testing import ANY_SIZE, configured, costs, force
 
 HALF_TOLERANCE = 0.25
 TIE = 1e-4
+COPIED = "copied text"  # in place of a context: all cases generate a text that copies its prompt
 
 
 @dataclass
@@ -99,6 +101,8 @@ def _with_states(model: nn.Module, case: Case, arguments: dict[str, Any], stock:
         if program:
             result = _result(lambda: model.generate(**edit(case.inputs), **arguments, **more))
             return type(result).__name__ if isinstance(result, Exception) else result
+        if case.copies:
+            return _with_copied_text(model, case, arguments)
         return model.generate(**case.inputs, **arguments)
 
     def generate() -> Any:
@@ -112,6 +116,25 @@ def _with_states(model: nn.Module, case: Case, arguments: dict[str, Any], stock:
     else:
         result = generate()
     return result, torch.get_rng_state(), torch.from_numpy(numpy.random.get_state()[1].copy()), random.random()
+
+
+def _with_copied_text(model: nn.Module, case: Case, arguments: dict[str, Any]) -> tuple:
+    """Returns the result of generate, and the tokens of all calls of user code, for a text that copies the prompt."""
+    choice = random.Random(case.seed)
+    noting = Noting(choice.choice((None, 9, 30)))
+    prompt = next(iter(case.inputs.values()))
+    source = case.inputs.get("input_ids", torch.ones(prompt.shape[:2], dtype=torch.long))
+    own = case.inputs.get("decoder_input_ids", torch.ones(len(source), 1)) if case.kind == "seq2seq" else source
+    forces = Forced(
+        copying(source, 40, case.seed), own.shape[1] * (not case.by_embeddings), choice.choice((0, 0, 3, 7))
+    )
+    more: dict[str, Any] = {"logits_processor": [forces, *([noting] if choice.random() < 0.5 else [])]}
+    if noting.stops_at:
+        more["stopping_criteria"] = [noting]
+    if len(source) == 1 and choice.random() < 0.5:
+        more["streamer"] = noting
+    result = model.generate(**case.inputs, **arguments, **more)
+    return result, [tokens for tokens, _ in noting.calls]
 
 
 @contextmanager
@@ -132,7 +155,7 @@ def _around(case: Case, model: nn.Module) -> Iterator[None]:
             torch.use_deterministic_algorithms(True, warn_only=True)
             stack.callback(torch.use_deterministic_algorithms, False)
         if case.context.startswith("captured"):
-            stack.enter_context(capturing())
+            stack.enter_context(capturing(drafts="auto"))
         if case.context.endswith((cpu_linear.ONEDNN, cpu_linear.SKINNY_GEMM)):
             way, backends = case.context.rpartition(", ")[2], list(cpu_linear.gemm_backends(case.dtype))
             way = way if way in backends else backends[-1]
@@ -238,7 +261,10 @@ def run(
     counts: Counter[str] = Counter()
     differences = []
     end = time.monotonic() + seconds
-    cases = (case for case in map(draw, count(first)) if context in case.context)
+    if context == COPIED:
+        cases = map(draw_copying, count(first))
+    else:
+        cases = (case for case in map(draw, count(first)) if context in case.context)
     for case in islice(cases, comparisons):
         if time.monotonic() > end or is_enough(counts):
             break
@@ -255,7 +281,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first seed (default: 0)")
     parser.add_argument("--comparisons", type=int, default=20_000, metavar="N", help="default: 20000")
     parser.add_argument(
-        "--context", default="", metavar="NAME", help="only cases with this in their surroundings' name"
+        "--context", default="", metavar="NAME", help=f"only cases with this in their surroundings' name, or {COPIED!r}"
     )
     parser.add_argument("--seconds", type=float, default=float("inf"), metavar="S", help="stop after so many")
     arguments = parser.parse_args(argv)

@@ -60,6 +60,10 @@ CONTEXTS = {
 }
 
 
+# Contexts in which user code of fuzz_changes.py calls generate.
+CHANGING = ("changes in a call", "changes between calls", "kept prefix", "replaced helper")
+
+
 @dataclass
 class Case:
     """One call of generate with all its arguments."""
@@ -71,6 +75,7 @@ class Case:
     arguments: dict[str, Any]
     words: list[str] = field(default_factory=list)  # its peculiarities
     by_embeddings: bool = False  # the model gets `inputs_embeds` in place of `input_ids`
+    copies: bool = False  # user code forces a text that copies the prompt, and notes its calls
     tokens_only: bool = False  # no scores, attentions and caches, which only the library's loops return
 
     def __str__(self) -> str:
@@ -139,6 +144,20 @@ def draw(seed: int) -> Case:
             "eos_token_id": random.sample(range(2, 90), 10),
             "max_new_tokens": random.choice((7, 12, 30)),
         }
+    return case
+
+
+def draw_copying(seed: int) -> Case:
+    """Returns a greedy or sampling case, long enough for drafts, whose text copies its prompt."""
+    random, case = Random(seed), draw(seed)
+    while case.kind not in ("causal", "seq2seq") or case.program in CHANGING or case.is_half:
+        seed += 1_000_003
+        case = draw(seed)
+    case.tokens_only, case.copies = True, True
+    for name in ("num_beams", "num_return_sequences", "output_hidden_states"):
+        case.arguments.pop(name, None)
+    case.arguments["max_new_tokens"] = random.choice((12, 24, 40))
+    case.words.append("(a copied text)")
     return case
 
 

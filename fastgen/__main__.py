@@ -29,6 +29,7 @@ from typing import NoReturn
 import fastgen
 from fastgen import ops
 from fastgen.batch.threads import set_openmp_variables
+from fastgen.config import CONFIG
 from fastgen.ops.kernel import Kernel
 from fastgen.optimizer import PATCH_SET, PATCHES
 from fastgen.patching import table
@@ -135,7 +136,7 @@ def report() -> str:
         replace(one, reason=errors.get(one.name, one.reason)) if one.state == "pending" else one for one in states
     ]
     kernels = [(name, *_usable_and_not(listed)) for name, listed in ops.kernels().items()]
-    head = [", ".join(versions), *_source_tree(Path(fastgen.__file__).parents[1]), *_build_of_kernels()]
+    head = [", ".join(versions), *_source_tree(Path(fastgen.__file__).parents[1]), *_build_of_kernels(), *_rates()]
     return "\n".join([*head, "", "Patches", repr(states), "", "Kernels", table(kernels)])
 
 
@@ -146,6 +147,23 @@ def _build_of_kernels() -> list[str]:
     from fastgen.ops import simd
 
     return [f"C++ kernels: {'; '.join(simd.machine_reasons()) or f'built for {simd.instructions()}'}"]
+
+
+def _rates() -> list[str]:
+    """Says by which rates of the CPU and the GPU, if torch has one, the cost model decides."""
+    if not find_spec("torch"):
+        return []
+    import torch
+
+    from fastgen.ops import device_rates
+
+    rates = [f"Rates of a CPU: {device_rates.CPU}"]
+    if torch.cuda.is_available():
+        torch.cuda.init()
+        device = torch.device("cuda", torch.cuda.current_device())
+        is_measured = not CONFIG.repeatable and device_rates.measured_rates(device) is not None
+        rates.append(f"Rates of {'this GPU' if is_measured else 'an H200'}: {device_rates.rates_of(device)}")
+    return rates
 
 
 def _usable_and_not(kernels: Sequence[Kernel]) -> tuple[str, str]:

@@ -160,7 +160,7 @@ def _rates() -> list[str]:
     rates = [f"Rates of a CPU: {device_rates.CPU}"]
     if torch.cuda.is_available():
         torch.cuda.init()
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = torch.device("cuda")
         is_measured = not CONFIG.repeatable and device_rates.measured_rates(device) is not None
         rates.append(f"Rates of {'this GPU' if is_measured else 'an H200'}: {device_rates.rates_of(device)}")
     return rates

@@ -7,9 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
+from reports import capturing
+from tiny_models import padded, tiny
 
 from fastgen.ops import device_rates, measurements
 from fastgen.ops.device_rates import CPU, GPU, DeviceRates
+from fastgen.optimizer.decoding.cost_model import size_of
+from fastgen.optimizer.transformers.checks import KNOWN
 from fastgen.testing import configured
 
 CUDA = torch.device("cuda", 0)
@@ -131,3 +135,12 @@ def test_the_probe_leaves_random_numbers_and_modes_alone():
 def test_rates_are_shown_with_their_units():
     rates = replace(SLOW, launch=9.04e-6)
     assert str(rates) == "9.0 µs a launch, 90 µs a module, 300 GB/s, 30,000 G multiply-adds/s"
+
+
+def test_calls_that_are_captured_count_their_seconds_before_their_steps():
+    model = tiny("gpt2")
+    with capturing(), mock.patch.object(device_rates, "probe_after_sync") as counted:
+        model.generate(**padded(9, 5), num_beams=3, max_new_tokens=7)
+    [(device, seconds)] = [call.args for call in counted.call_args_list]
+    assert device == torch.device("cpu")
+    assert seconds == pytest.approx(7 * CPU.module * size_of(model, KNOWN).modules, rel=0.2)

@@ -68,18 +68,21 @@ _lock = threading.Lock()
 
 def rates_of(device: torch.device) -> DeviceRates:
     """Returns the rates of a device: constants, or what was measured on this GPU."""
-    if device.type == "cpu":
-        return CPU
-    is_used = device.type == "cuda" and torch.cuda.is_initialized()
-    return (measured_rates(device) if is_used and not CONFIG.repeatable else None) or GPU
+    return CPU if device.type == "cpu" else measured_rates(device) or GPU
 
 
 def measured_rates(device: torch.device) -> DeviceRates | None:
-    """Returns the rates measured on GPUs of this name, by this or an earlier process; None if there are none."""
+    """Returns the rates measured on GPUs of this name, by this or an earlier process; None if there are none to use."""
+    if not _uses_measurements(device):
+        return None
     name = torch.cuda.get_device_name(device)
     if name not in _measured:
         _measured[name] = next(filter(None, map(_parsed, measurements.stored(KIND, name))), None)
     return _measured[name]
+
+
+def _uses_measurements(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_initialized() and not CONFIG.repeatable
 
 
 def _parsed(record: object) -> DeviceRates | None:
@@ -95,7 +98,7 @@ def probe_after_sync(device: torch.device, seconds: float) -> None:
 
     Waits for the device then; it must not be called between two steps.
     """
-    if device.type != "cuda" or CONFIG.repeatable or measured_rates(device) is not None:
+    if not _uses_measurements(device) or measured_rates(device) is not None:
         return
     name = torch.cuda.get_device_name(device)
     with _lock:

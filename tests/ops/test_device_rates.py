@@ -10,6 +10,7 @@ import torch
 from reports import capturing
 from tiny_models import padded, tiny
 
+from fastgen.__main__ import _rates
 from fastgen.ops import device_rates, measurements
 from fastgen.ops.device_rates import CPU, GPU, DeviceRates
 from fastgen.optimizer.decoding.cost_model import size_of
@@ -144,3 +145,10 @@ def test_calls_that_are_captured_count_their_seconds_before_their_steps():
     [(device, seconds)] = [call.args for call in counted.call_args_list]
     assert device == torch.device("cpu")
     assert seconds == pytest.approx(7 * CPU.module * size_of(model, KNOWN).modules, rel=0.2)
+
+
+def test_the_report_says_whose_rates_are_used(probes):
+    with mock.patch.multiple(torch.cuda, is_available=lambda: True, init=lambda: None):
+        assert _rates() == [f"Rates of a CPU: {CPU}", f"Rates of an H200: {GPU}"]
+        device_rates.probe_after_sync(CUDA, 100.0)
+        assert _rates()[1] == f"Rates of this GPU: {SLOW}"

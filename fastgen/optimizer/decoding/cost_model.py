@@ -71,7 +71,8 @@ class CostModel:
     measured, on an AMD EPYC (family 25, model 17) and on an H200 (docs/gpu-checks.md). On a CPU each number counts as
     one of fp32.
 
-    prefill_overhead: a prefill with one row per input takes so much of the Python of a forward (benchmarks/small.py).
+    prefill_overhead: what a prefill with one row per input takes, as a part of the Python of a forward
+    (benchmarks/small.py).
 
     launches: launches that a shared prompt adds to the attention of a layer. launches_of_kernel: the same with
     `triton_attention` in a CUDA graph. min_elements_in_place: elements of keys, per layer, from which writing generated
@@ -81,7 +82,7 @@ class CostModel:
     cpu_captures, gpu_captures: what a capture takes. looks_back: whether steps of earlier calls that had too few for a
     graph count as well, and their graphs are used.
 
-    min_large: reading the large weights takes so much of the time of the Python of a forward, from which on a
+    min_large: the seconds of reading the large weights, as a part of those of the Python of a forward, from which on a
     microsecond for every call of torch does not matter; for a call of one step four times as much.
 
     most_steps_of_tiny_call: a call with at most so many steps, whose prefill is too small to gain, bypasses fastgen.

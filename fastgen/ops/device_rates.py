@@ -1,8 +1,9 @@
 """Rates of a device: how long a launch, a byte and a multiply-add take, from which the cost model makes seconds.
 
-On a CPU they are constants. A probe of each CPU would decide no better: what the decisions compare is its Python and
-the kernels of whole steps, of which a probe of single operations shows little. On an AMD EPYC (family 25, model 17) an
-operation alone takes 2 µs, and the second product of a shared prompt as long as 12 launches of 17 µs.
+On a CPU they are constants. A probe of each CPU would decide worse: the decisions compare its Python and the kernels of
+whole steps, of which single operations show little. On an AMD EPYC (family 25, model 17) one takes 2 µs, and the second
+product of a shared prompt as long as 12 launches of 17 µs. With 2 µs for a launch, and for a module in proportion, 9 of
+24 small calls were slower than stock by more than 3 %, with the constants none (benchmarks/small.py, seed 77).
 
 GPUs differ by a factor of ten. So the first process that has generated for a minute on one (`probe_sync`) measures its
 rates, in some 0.2 seconds, and stores them for later processes, see fastgen/ops/measurements.py. Until then, and always

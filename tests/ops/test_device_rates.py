@@ -138,7 +138,7 @@ def test_rates_are_shown_with_their_units():
     assert str(rates) == "9.0 µs a launch, 90 µs a module, 300 GB/s, 30,000 G multiply-adds/s"
 
 
-def test_calls_that_are_captured_count_their_seconds_before_their_steps():
+def test_captured_calls_count_their_seconds_first():
     model = tiny("gpt2")
     with capturing(), mock.patch.object(device_rates, "probe_after_sync") as counted:
         model.generate(**padded(9, 5), num_beams=3, max_new_tokens=7)

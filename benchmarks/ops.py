@@ -1,7 +1,7 @@
 """Single operations, in microseconds: attention of one decode step and of prompts, and n-gram blocking.
 
 `attention` rows with numbers: a prompt that is kept once per input ("fastgen", two segments) against keys that hold it
-for every row ("one segment"); `CostModel.min_saved_elements` and `min_saved_bytes` are chosen from them. Others: whole
+for every row ("one segment"), from which the launches of `DeviceRates` follow. Others: whole
 prompts and encoders, by torch and in fastgen's flash attention, on a CPU. `ngram` rows: Table 3 of FastSeq, fairseq's
 loop, transformers' processor, and each implementation here, as the decoding loop calls it.
 """

@@ -135,7 +135,7 @@ def report() -> str:
         replace(one, reason=errors.get(one.name, one.reason)) if one.state == "pending" else one for one in states
     ]
     kernels = [(name, *_usable_and_not(listed)) for name, listed in ops.kernels().items()]
-    head = [", ".join(versions), *_source_tree(Path(fastgen.__file__).parents[1]), *_build_of_kernels()]
+    head = [", ".join(versions), *_source_tree(Path(fastgen.__file__).parents[1]), *_build_of_kernels(), *_rates()]
     return "\n".join([*head, "", "Patches", repr(states), "", "Kernels", table(kernels)])
 
 
@@ -146,6 +146,23 @@ def _build_of_kernels() -> list[str]:
     from fastgen.ops import simd
 
     return [f"C++ kernels: {'; '.join(simd.machine_reasons()) or f'built for {simd.instructions()}'}"]
+
+
+def _rates() -> list[str]:
+    """Says by which rates of the CPU and the GPU, if torch has one, the cost model decides."""
+    if not find_spec("torch"):
+        return []
+    import torch
+
+    from fastgen.ops import device_rates
+
+    rates = [f"Rates of a CPU: {device_rates.CPU}"]
+    if torch.cuda.is_available():
+        torch.cuda.init()
+        device = torch.device("cuda")
+        whose = "an H200" if device_rates.measured_rates(device) is None else "this GPU"
+        rates.append(f"Rates of {whose}: {device_rates.rates_of(device)}")
+    return rates
 
 
 def _usable_and_not(kernels: Sequence[Kernel]) -> tuple[str, str]:

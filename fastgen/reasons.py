@@ -29,7 +29,7 @@ CODES: dict[str, dict[str, str]] = {
         ),
         "SHARE_NEVER": "nothing is shared under `FASTGEN_SHARE=never`",
         "TOO_SMALL": (
-            "a prefill once per input saves less than it costs (the detail has both, in multiply-adds), or the call is "
+            "a prefill once per input saves less than it costs (the detail has both, in milliseconds), or the call is "
             "so short, on so small a model, that nothing can gain what fastgen costs"
         ),
     },

@@ -8,7 +8,6 @@ Tests: tests/test_testing.py
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import itertools
@@ -99,7 +98,7 @@ LIMITS = {
 }
 
 # For `costs`: makes every model large enough for its products to be considered.
-ANY_SIZE = {"min_large_per_module": 0, "min_large": 0}
+ANY_SIZE = {"min_large": 0.0}
 
 
 class PartCall(NamedTuple):
@@ -177,11 +176,11 @@ def configured(**settings: Any) -> Iterator[None]:
 
 
 @contextmanager
-def costs(kind: type | None = None, **thresholds: float) -> Iterator[None]:
+def costs(kind: type | None = None, **thresholds: Any) -> Iterator[None]:
     """Gives calls that begin inside, in any thread, a cost model with these thresholds; kind: its class."""
     from fastgen.optimizer.decoding import cost_model
 
-    settings = dataclasses.asdict(cost_model.DEFAULT) | thresholds
+    settings = vars(cost_model.DEFAULT) | thresholds
     with mock.patch.object(cost_model, "DEFAULT", (kind or cost_model.CostModel)(**settings)):
         yield
 

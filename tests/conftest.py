@@ -105,7 +105,7 @@ def repeated(request):
     from fastgen.testing import configured, costs
 
     in_place = {"min_elements_in_place": 0} if request.param == "in place" else {}
-    with configured(share="auto"), costs(prefill_cost=0, prefill_cost_per_module=0, **in_place):
+    with configured(share="auto"), costs(prefill_overhead=0.0, **in_place):
         yield
 
 

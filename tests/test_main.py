@@ -7,6 +7,7 @@ from python_process import REPOSITORY, run_python
 
 import fastgen
 from fastgen.ops import OPERATIONS
+from fastgen.ops.device_rates import CPU
 from fastgen.optimizer import PATCHES
 
 SHOW = """
@@ -118,6 +119,7 @@ def test_the_report_shows_patches_and_kernels_in_one_screen():
     assert lines[0].startswith(f"fastgen {fastgen.__version__}, Python ")
     assert f"transformers {transformers.__version__}" in lines[0]
     assert lines[1].startswith(f"runs from the source tree {REPOSITORY}")
+    assert f"Rates of a CPU: {CPU}" in lines
     states = [line.split()[:2] for line in lines[lines.index("Patches") + 1 : lines.index("Kernels") - 1]]
     groups = dict.fromkeys(patch.group for patch in PATCHES if find_spec(patch.host))
     assert [name for name, _ in states if name != "fairseq"] == list(groups)

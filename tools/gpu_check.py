@@ -3,10 +3,19 @@
     python tools/gpu_check.py [PART …] [--json gpu-check.json] [--page FILE]
 
 Each part is written to the file of JSON as soon as it has ended. A part that the file has, of this GPU, versions and
-day, is not run again. Parts: environment, attention (errors and times of the ways to attend), generate (models of real
-shape in four ways), tests (`tests/gpu`), sanitize (kernels under compute-sanitizer). --page writes the tables into a
-page. Ends with 1 if tests fail or a kernel is less exact than torch's attention, with 2 without a GPU. Not yet run as a
-whole on a GPU; its dry run, with tiny shapes, runs on the tests' twin of a GPU.
+day, is not run again. The parts, and the minutes that each should take:
+
+    environment              versions, the GPU
+    attention    1           errors and times of the ways to attend
+    rates        1           a probe, and from what size on a shared prompt is faster
+    parity       1.5         ten architectures with and without fastgen, in fp32 and bf16
+    generate     3           models of real shape in four ways (gpu_models.py)
+    tests        2           captured steps and what can go wrong around them, kernels
+    sanitize     1           kernels under compute-sanitizer
+
+--page writes the tables into a page. Ends with 1 if tests fail, a model has other tokens or a kernel is less exact than
+torch's attention, with 2 without a GPU. Not yet run as a whole on a GPU; its dry run, with tiny shapes, runs on the
+tests' twin of a GPU.
 
 Tests: tests/optimizer/test_cuda_twin.py
 """
@@ -14,6 +23,7 @@ Tests: tests/optimizer/test_cuda_twin.py
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -21,20 +31,25 @@ import statistics
 import subprocess
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
+from gpu_models import generate
 from torch import Tensor
 from torch.nn import functional
 
 import fastgen
-from fastgen.config import CONFIG
-from fastgen.ops import shared_attention
+from fastgen.ops import device_rates, shared_attention
+from fastgen.optimizer.decoding.cost_model import CostModel
+from fastgen.testing import configured
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SANITIZER = ["compute-sanitizer", "--error-exitcode", "1", "--report-api-errors", "no", "--tool", "memcheck"]
@@ -115,123 +130,133 @@ def _graph_us(call: Callable[[], Tensor], calls: int = 20) -> float:
     return statistics.median(times)
 
 
-@dataclass
-class Model:
-    """A model of transformers. Of a large one a few layers are enough, because they are alike."""
-
-    kind: str
-    config: dict[str, Any]
-    shape: tuple[int, int]
-    arguments: dict[str, Any]
-    dtype: torch.dtype = torch.bfloat16
-    new_tokens: int = field(default=48)
+# Attention whose prompt grows until sharing it is faster: rows of one input, heads, width; bf16, without a mask.
+ROWS, HEADS, WIDTH, GENERATED = 16, 8, 128, 64
+LENGTHS, DRY_LENGTHS = [16 << power for power in range(11)], [16, 32]
+DRY_PROBE = {"BUFFER_BYTES": 1 << 16, "WIDTH": 16, "READS": 1, "PRODUCTS": 1, "ROUNDS": 1}
 
 
-LLAMA_8B = {
-    "vocab_size": 128256, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "intermediate_size": 14336, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": 1,
-}  # fmt: skip
-BART_LARGE = {"vocab_size": 50265, "forced_eos_token_id": None, "decoder_start_token_id": 1, "eos_token_id": None}
-T5_BASE = {
-    "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "eos_token_id": None,
-    "decoder_start_token_id": 0,
-}  # fmt: skip
-BEAMS, SAMPLES = {"num_beams": 4, "do_sample": False}, {"do_sample": True, "num_return_sequences": 16}
-MODELS = {
-    "Llama-8B, 4 layers, 4 × 2048, 16 samples": Model(
-        "Llama", {**LLAMA_8B, "num_hidden_layers": 4}, (4, 2048), SAMPLES
-    ),
-    "Llama-8B, 4 layers, 4 × 512, beam 4": Model("Llama", {**LLAMA_8B, "num_hidden_layers": 4}, (4, 512), BEAMS),
-    "Llama-8B, 8 layers, 1 × 512, greedy": Model(
-        "Llama", {**LLAMA_8B, "num_hidden_layers": 8}, (1, 512), {"do_sample": False}
-    ),
-    "BART-large, 128 × 1024, beam 4": Model("Bart", BART_LARGE, (128, 1024), BEAMS, torch.float16),
-    "BART-large, 1 × 64, beam 4, fp32": Model("Bart", BART_LARGE, (1, 64), BEAMS, torch.float32),
-    "T5-base, 8 × 256, beam 4": Model("T5", T5_BASE, (8, 256), BEAMS),
-    "GPT-2, 4 × 512, beam 4, fp32": Model(
-        "GPT2", {"pad_token_id": 50256, "eos_token_id": None}, (4, 512), BEAMS, torch.float32
-    ),
-}
-TINY = {
-    "Llama": {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
-    "Bart": {
-        "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
-    },
-    "T5": {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4, "d_kv": 8},
-    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 600, "pad_token_id": 0, "bos_token_id": 1},
-}  # fmt: skip
-WAYS = {
-    "stock": None,
-    "graphs off": ("off", True),
-    "graphs, torch's attention": ("auto", False),
-    "fastgen": ("auto", True),
-}
-CLASSES = {
-    "Llama": "LlamaForCausalLM",
-    "Bart": "BartForConditionalGeneration",
-    "T5": "T5ForConditionalGeneration",
-    "GPT2": "GPT2LMHeadModel",
-}
+def rates(dry: bool) -> dict[str, Any]:
+    """Returns the rates that a probe measures, and in how many saved megabytes sharing a prompt breaks even.
 
-
-def generate(dry: bool) -> dict[str, Any]:
-    """Returns seconds of a call and milliseconds of a step in each way, and how many tokens are those of stock."""
-    return {name: _times(_tiny(model) if dry else model, "cpu" if dry else "cuda") for name, model in MODELS.items()}
-
-
-def _tiny(model: Model) -> Model:
-    config = {**model.config, "vocab_size": 600, **TINY[model.kind]}
-    config |= {"num_hidden_layers": 2} if model.kind == "Llama" else {}
-    return replace(model, config=config, shape=(min(2, model.shape[0]), 12), dtype=torch.float32, new_tokens=26)
-
-
-def _times(case: Model, made_on: str) -> dict[str, Any]:
-    """Measures a model. made_on: the device on which its weights are drawn."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{case.kind}Config")(**case.config)
-    with torch.device(made_on):
-        model = getattr(transformers, CLASSES[case.kind])(config)
-    model = model.to(case.dtype).eval().cuda()
-    ids = torch.randint(10, config.vocab_size, case.shape).cuda()
-
-    def call(way: str, new_tokens: int) -> tuple[float, Tensor]:
-        torch.manual_seed(3)
-        arguments = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, **case.arguments}
-        begun = time.perf_counter()
-        if WAYS[way] is None:
-            with fastgen.disabled():
-                output = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
-        else:
-            CONFIG.cuda_graphs, CONFIG.cuda_kernels = WAYS[way]
-            output = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
-        torch.cuda.synchronize()
-        return time.perf_counter() - begun, output[:, -new_tokens:]
-
-    few, many = 4, case.new_tokens
-    before = CONFIG.cuda_graphs, CONFIG.cuda_kernels
-    first = {way: call(way, many)[0] for way in WAYS}
-    turns = [{way: (call(way, few)[0], call(way, many)) for way in WAYS} for _ in range(3)]
-    CONFIG.cuda_graphs, CONFIG.cuda_kernels = before
+    measured: in this attention, None if never; by_rates: in `CostModel.should_share`, with these rates.
+    """
+    device = torch.device("cuda")
+    with mock.patch.multiple(device_rates, **DRY_PROBE) if dry else nullcontext():
+        probe = device_rates.probe_sync(device)
+    triton_kernels = shared_attention._triton_attention(device)
+    ways = {
+        "eager": (_eager_us, shared_attention.attention_by_products),
+        "in a graph": (_graph_us, shared_attention.attention_by_products),
+    }
+    if triton_kernels is not None:
+        ways["in a graph, Triton"] = _graph_us, triton_kernels.attention
     results = {}
-    for way in WAYS:
-        short, long = (
-            statistics.median(turn[way][0] for turn in turns),
-            statistics.median(turn[way][1][0] for turn in turns),
-        )
-        equal = (turns[-1][way][1][1] == turns[-1]["stock"][1][1]).float().mean().item()
-        step = (long - short) / (many - few) * 1e3
-        results[way] = {"first_s": first[way], "s": long, "ms_per_step": step, "equal_tokens": equal}
+    for way, (us_of, attention) in ways.items():
+        faster_from = None
+        for length in reversed(DRY_LENGTHS if dry else LENGTHS):
+            stock, shared, saved_bytes = _attentions(length, attention)
+            if us_of(shared) >= us_of(stock):
+                break
+            faster_from = saved_bytes / 1e6
+        with configured(cuda_kernels="Triton" in way, share="auto"):
+            by_rates = _break_even(CostModel(rates=probe), way != "eager")
+        results[way] = {"measured": faster_from, "by_rates": by_rates}
+    return {"probe": asdict(probe), "break_even": results}
+
+
+def _attentions(length: int, attention: Callable[..., Tensor]) -> tuple[partial[Tensor], partial[Tensor], int]:
+    """Returns stock's attention to a prompt of this length, this one's, and how many bytes the latter does not read."""
+    prompt, own = (
+        torch.randn(2, rows, HEADS, count, WIDTH, dtype=torch.bfloat16, device="cuda")
+        for rows, count in ((1, length), (ROWS, GENERATED))
+    )
+    query = torch.randn(ROWS, HEADS, 1, WIDTH, dtype=torch.bfloat16, device="cuda")
+    whole = torch.cat([prompt.expand(-1, ROWS, -1, -1, -1), own], 3)
+    segments = [prompt[0], own[0]], [prompt[1], own[1]]
+    shared = partial(attention, query, *segments, None, WIDTH**-0.5)
+    return partial(functional.scaled_dot_product_attention, query, *whole), shared, prompt.nbytes * (ROWS - 1)
+
+
+def _break_even(costs: CostModel, is_captured: bool) -> float:
+    """Returns the saved megabytes from which on such a prompt is stored once."""
+    position = torch.empty(1, HEADS, 1, WIDTH, dtype=torch.bfloat16, device="cuda")
+
+    def shares(length: int) -> bool:
+        return costs.should_share(position.expand(-1, -1, length, -1), ROWS, is_captured=is_captured)
+
+    length = bisect_left(range(1 << 24), True, key=shares)
+    return 2 * position.nbytes * length * (ROWS - 1) / 1e6
+
+
+def _eager_us(call: Callable[[], Tensor], calls: int = 20) -> float:
+    call()
+    times = []
+    for _ in range(6):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begun) * 1e6 / calls)
+    return statistics.median(times)
+
+
+NAMES = ("gpt2", "llama", "qwen3", "gemma2", "mixtral", "bloom", "bart", "m2m_100", "t5", "whisper")
+# The largest differences of scores; in bf16 those of the first steps, which are within 0.05 on the twin of a GPU.
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.2}
+
+
+def parity(dry: bool) -> dict[str, Any]:
+    """Returns for tiny models, with prompts shared: equal tokens, the largest difference of scores, replayed steps.
+
+    Models, inputs and comparisons are those of the tests, in tests/helpers. In bf16 rounding decides between close
+    tokens: they are counted, and only the scores of the first steps are compared.
+    """
+    from architecture_parity import MODES, measure
+    from architectures import BY_NAME
+    from parity import run_both
+    from reports import capturing
+    from tiny_models import lively
+
+    results: dict[str, Any] = {}
+    for name, dtype in itertools.product(NAMES[-2:] if dry else NAMES, TOLERANCES):
+        model = lively(BY_NAME[name].model()).to(dtype).cuda()
+        inputs = {key: value.cuda() for key, value in BY_NAME[name].inputs().items()}
+        inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
+        differences, equal, replayed = [], [], 0
+        with configured(share="always"), capturing():
+            for mode in MODES:
+                scores = measure(model, inputs, mode, new_tokens=12 if dtype == torch.float32 else 2)
+                differences.append(scores.largest_score_difference)
+                stock, tokens, report = run_both(partial(_tokens, model, {**inputs, **MODES[mode]}))
+                equal.append(torch.equal(stock, tokens))
+                replayed += report.replays
+        cell = {"equal": sum(equal), "of": len(equal), "difference": max(differences), "replayed": replayed}
+        results.setdefault(name, {})[str(dtype).removeprefix("torch.")] = cell
     return results
 
 
+def _tokens(model: torch.nn.Module, arguments: dict[str, Any]) -> Tensor:
+    torch.manual_seed(1)
+    return model.generate(**arguments, min_new_tokens=12, max_new_tokens=24)
+
+
+def _parity_cell(cell: dict[str, Any]) -> str:
+    return f"{cell['equal']} of {cell['of']}, {cell['difference']:.0e}, {cell['replayed']}"
+
+
+# Captured steps and whatever can go wrong around them, and the kernels. `make test-gpu` runs the others too.
+FILES = ("test_captured_steps_cuda.py", "test_triton_attention_cuda.py", "test_no_repeat_ngram_cuda.py")
+
+
 def tests(dry: bool) -> dict[str, Any]:
-    """Runs tests/gpu, or one of its tests; returns the last lines and the status."""
+    """Runs `FILES` of tests/gpu, or one of their tests; returns the last lines and the status."""
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:randomly"]
     if dry:
-        test = "test_captured_steps_cuda.py::test_a_failed_capture_warns_once_and_leaves_no_trace"
+        test = f"{FILES[0]}::test_a_failed_capture_warns_once_and_leaves_no_trace"
         return _ended([*command, "-p", "cuda_twin", f"tests/gpu/{test}"], 15, FASTGEN_STRICT="1")
-    return _ended([*command, "tests/gpu"], 15, FASTGEN_STRICT="1")
+    return _ended([*command, *(f"tests/gpu/{name}" for name in FILES)], 15, FASTGEN_STRICT="1")
 
 
 def sanitize(dry: bool) -> dict[str, Any]:
@@ -249,17 +274,26 @@ def _ended(command: list[str], lines: int, **environment: str) -> dict[str, Any]
     return {"status": process.returncode, "end": (process.stderr + process.stdout).splitlines()[-lines:]}
 
 
-PARTS = {part.__name__: part for part in (environment, attention, generate, tests, sanitize)}
+PARTS = {part.__name__: part for part in (environment, attention, rates, parity, generate, tests, sanitize)}
 
 
 def failures(results: Results) -> list[str]:
-    """Returns a message for each failed part, and for each kernel that is less exact than stock's attention."""
+    """Returns a message for each failed part, each model without parity, and each kernel less exact than stock's."""
     statuses = {part: results.get(part, {}).get("status") for part in ("tests", "sanitize")}
     messages = [f"{part} ended with status {status}" for part, status in statuses.items() if status]
     for name, ways in results.get("attention", {}).items():
         error, stock = ways.get("Triton", ways["stock"])["error"], ways["stock"]["error"]
         if error > 1.1 * stock + 1e-6:
             messages.append(f"attention, {name}: error {error:.1e}, stock {stock:.1e}")
+    tolerances = {str(dtype).removeprefix("torch."): most for dtype, most in TOLERANCES.items()}
+    for name, dtypes in results.get("parity", {}).items():
+        for dtype, cell in dtypes.items():
+            is_equal = cell["equal"] == cell["of"] or dtype != "float32"
+            if not (is_equal and cell["difference"] <= tolerances[dtype]):
+                messages.append(f"parity, {name}, {dtype}: {_parity_cell(cell)}")
+    for name, ways in results.get("generate", {}).items():
+        if not ways["fastgen"]["replayed"]:
+            messages.append(f"generate, {name}: no step was captured")
     return messages
 
 
@@ -272,15 +306,26 @@ def page(results: Results) -> Iterator[str]:
     if "attention" in results:
         yield from ("", "Attention of one layer in a CUDA graph, µs, and its relative error against fp64:", "")
         yield from _table(results["attention"], lambda way: f"{way['us']:.0f}, {way['error']:.1e}")
+    if "rates" in results:
+        yield from ("", f"Rates by a probe: {device_rates.DeviceRates(**results['rates']['probe'])}.")
+        yield from ("", "MB that a prompt stored once must save in a layer, as measured and by these rates:", "")
+        yield from _table(results["rates"]["break_even"], lambda cell: "never" if cell is None else f"{cell:.3g}")
+    if "parity" in results:
+        yield from (
+            "",
+            "Tiny models: ways with the tokens of stock, difference of scores, replayed steps:",
+            "",
+        )
+        yield from _table(results["parity"], _parity_cell)
     if "generate" in results:
         yield from (
             "",
-            "Seconds of a call, milliseconds of a step, and the part of tokens that are those of stock:",
+            "Seconds of a call, milliseconds of a step, tokens that are those of stock, and replayed steps:",
             "",
         )
         yield from _table(
             results["generate"],
-            lambda way: f"{way['s']:.3f} s, {way['ms_per_step']:.2f} ms, {way['equal_tokens']:.0%}",
+            lambda way: f"{way['s']:.3f} s, {way['ms_per_step']:.2f} ms, {way['equal_tokens']:.0%}, {way['replayed']}",
         )
     for part in ("tests", "sanitize"):
         if part in results:
@@ -289,7 +334,7 @@ def page(results: Results) -> Iterator[str]:
             yield from ("", f"{part}: {outcome}, `{' '.join(results[part]['end'][-1:])}`")
 
 
-def _table(rows: dict[str, dict[str, Any]], cell: Callable[[dict[str, Any]], str]) -> Iterator[str]:
+def _table(rows: dict[str, dict[str, Any]], cell: Callable[[Any], str]) -> Iterator[str]:
     columns = list(dict.fromkeys(way for ways in rows.values() for way in ways))
     yield f"| | {' | '.join(columns)} |"
     yield "|---" * (len(columns) + 1) + "|"
@@ -316,6 +361,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("torch finds no GPU: nothing was checked", file=sys.stderr)
         return 2
+    sys.path.append(str(REPOSITORY / "tests" / "helpers"))
+    transformers.logging.set_verbosity_error()  # about lengths that Whisper is given twice
     torch.set_grad_enabled(False)
     torch.set_float32_matmul_precision("highest")
     results = json.loads(flags.json.read_text()) if flags.json.exists() else {}

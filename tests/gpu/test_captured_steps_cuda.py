@@ -13,7 +13,7 @@ from versions import needs_gpu
 import fastgen
 from fastgen.optimizer.decoding import graphs
 from fastgen.optimizer.transformers.decode_step import LateStopCheck
-from fastgen.testing import configured
+from fastgen.testing import broken, configured
 
 pytestmark = needs_gpu
 
@@ -131,6 +131,76 @@ def test_a_failed_capture_warns_once_and_leaves_no_trace(monkeypatch):
     assert not replays(model, inputs_on_gpu("gpt2"), **BEAMS)
     monkeypatch.undo()
     assert replays(model_of("llama"), inputs_on_gpu("llama"), **BEAMS)
+
+
+class Exhausting(graphs.CudaCapture):
+    """A capture in which the allocator has no memory left."""
+
+    def capture(self, run, rewind):
+        def exhausting():
+            if torch.cuda.is_current_stream_capturing():
+                torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+            return run()
+
+        return super().capture(exhausting, rewind)
+
+
+def test_a_capture_that_exhausts_the_allocator_leaves_no_trace(monkeypatch):
+    monkeypatch.setattr(graphs, "CudaCapture", Exhausting)
+    model = model_of("gpt2")
+    assert not replays(model, inputs_on_gpu("gpt2"), **BEAMS)
+    assert "OUT_OF_MEMORY" in fastgen.explain().codes()
+    monkeypatch.undo()
+    torch.cuda.empty_cache()
+    assert replays(model_of("gpt2"), inputs_on_gpu("gpt2"), **BEAMS)
+
+
+@WAYS
+@pytest.mark.parametrize("part", ["grow a static cache", "fill a static cache"])
+def test_captured_steps_without_memory_become_eager(part, arguments):
+    model = model_of("llama")
+    with broken(part, torch.cuda.OutOfMemoryError) as attempts:
+        replayed = replays(model, inputs_on_gpu("llama"), **arguments)
+    assert attempts and bool(replayed) == part.startswith("grow") and replayed < 39
+    assert "OUT_OF_MEMORY" in fastgen.explain().codes()
+    torch.cuda.empty_cache()
+    assert replays(model_of("llama"), inputs_on_gpu("llama"), **arguments) > replayed
+
+
+def test_steps_with_more_keys_than_are_kept_are_captured_steps(monkeypatch):
+    monkeypatch.setitem(graphs.MOST_BYTES, "cuda", 1 << 10)
+    model = model_of("llama")
+    for _ in range(2):
+        assert replays(model, inputs_on_gpu("llama"), **BEAMS)
+        assert not graphs._graph_caches[model].entries
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch before 2.9 has one switch")
+def test_captured_steps_accept_the_newer_switch_for_tf32(monkeypatch):
+    """Rounding decides between close tokens then, so they are not compared."""
+    model = model_of("llama")
+    assert replays(model, inputs_on_gpu("llama"), **BEAMS)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    model.generate(**inputs_on_gpu("llama"), **BEAMS)
+    assert fastgen.explain().replays and len(graphs._graph_caches[model].entries) > 1
+    monkeypatch.undo()
+    assert replays(model, inputs_on_gpu("llama"), **BEAMS)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs: nothing was captured on a second one")
+@WAYS
+def test_captured_steps_of_a_model_on_the_second_gpu(arguments):
+    model = tiny("llama").to("cuda:1")
+    inputs = {key: value.to("cuda:1") for key, value in inputs_of("llama", 3, 7, 5).items()}
+    for _ in range(2):
+        both = run_both(lambda: seeded(model, inputs, **arguments))
+        assert torch.equal(both.stock, both.fast) and both.report.kernels[GRAPH]
+    assert torch.cuda.current_device() == 0
+
+
+def seeded(model: torch.nn.Module, inputs: dict[str, torch.Tensor], **arguments) -> torch.Tensor:
+    torch.cuda.manual_seed_all(0)
+    return model.generate(**inputs, **arguments)
 
 
 def test_a_graph_outlives_another_of_its_stream():

@@ -144,7 +144,7 @@ def _around(case: Case, model: nn.Module) -> Iterator[None]:
         by_gates = case.context in ("default gates", "repeated keys", "keys written in place")
         stack.enter_context(configured(share="auto" if by_gates else "always"))
         if case.context in ("repeated keys", "keys written in place"):  # the prompt once, and its keys for each row
-            stack.enter_context(costs(prefill_cost=0, prefill_cost_per_module=0))
+            stack.enter_context(costs(prefill_overhead=0.0))
         if case.context == "keys written in place":
             stack.enter_context(costs(min_elements_in_place=0))
         if case.context == "inference mode":

@@ -2,7 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
+from fastgen.ops.device_rates import CPU
+from fastgen.optimizer.decoding.cost_model import CPU_CAPTURES, GPU_CAPTURES
 from fastgen.optimizer.decoding.graphs import CpuCapture
 from fastgen.optimizer.decoding.report import MATERIALIZED, STEPS, Report
 from fastgen.optimizer.decoding.segmented_kv import OPERATIONS
@@ -13,6 +16,9 @@ PROMPT = "the prompt's keys and values: once per input"
 CROSS = "cross-attention keys and values: once per input"
 LEFT = "finished inputs: removed from the batch"
 CAPTURED = CpuCapture.name
+
+# Rates with which prefills and forwards cost nothing, so that each saved token is a gain.
+FREE = replace(CPU, module=0.0, bytes=float("inf"), multiply_adds=float("inf"))
 
 
 def is_shared(report: Report, *what: str) -> bool:
@@ -37,11 +43,10 @@ def capturing(
     cuda_graphs: str = "on", smallest_capacity: int = 8, steps_before: int = 1, drafts: str = "off"
 ) -> Iterator[None]:
     """Captures the steps of models and calls of any size; buffers begin so small that calls outgrow them."""
-    thresholds = {"min_capture_steps": 1, "min_replays_on_gpu": 1}
-    thresholds |= {"steps_before_capture": steps_before, "steps_before_capture_on_gpu": steps_before}
+    cpu, gpu = (each._replace(before=steps_before, least=1) for each in (CPU_CAPTURES, GPU_CAPTURES))
     with (
         configured(cuda_graphs=cuda_graphs, drafts=drafts),
-        costs(**thresholds),
+        costs(cpu_captures=cpu, gpu_captures=gpu),
         limits(smallest_capacity=smallest_capacity),
     ):
         yield

@@ -17,13 +17,13 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 import fastgen
-from fastgen.ops import cpu_linear, simd
+from fastgen.ops import cpu_linear, measurements, simd
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
 from fastgen.optimizer.transformers.call import forwards
 from fastgen.optimizer.transformers.checks import KNOWN
-from fastgen.testing import configured, costs, force, replaced
+from fastgen.testing import ANY_SIZE, configured, costs, force, replaced
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
 
@@ -34,7 +34,7 @@ no_skinny_gemm = pytest.mark.skipif(bool(simd.machine_reasons()), reason=f"skinn
 @pytest.fixture(params=[cpu_linear.ONEDNN, pytest.param(cpu_linear.SKINNY_GEMM, marks=no_skinny_gemm)])
 def everywhere(request):
     """Sends all products this way; returns the name they are counted under."""
-    with force(request.param), costs(min_large_per_module=0):
+    with force(request.param), costs(**ANY_SIZE):
         yield f"cpu_linear, {request.param}"
 
 
@@ -111,6 +111,10 @@ def test_types_strides_and_gradients_decide_who_multiplies():
         assert not cpu_linear.can_multiply(states[:, :100], weight, None)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert not cpu_linear.can_multiply(states, weight, None)
+
+
+def file_of_products() -> Path:
+    return measurements.path(cpu_linear.KIND, cpu_linear._cpu())
 
 
 @pytest.fixture
@@ -242,24 +246,24 @@ EARLIER = json.dumps({"product": KIND._asdict(), "fastest of BLAS, oneDNN, skinn
 )
 def test_damaged_lines_are_measured_again(timed, damage):
     assert fastest() == "oneDNN"
-    [line] = cpu_linear.path().read_bytes().splitlines()
-    cpu_linear.path().write_bytes(damage + b"\n" + line + b"\n")
+    [line] = file_of_products().read_bytes().splitlines()
+    file_of_products().write_bytes(damage + b"\n" + line + b"\n")
     timed[1].clear()
     later_process()
     assert fastest() == "oneDNN" and not timed[1]
-    cpu_linear.path().write_bytes(damage + line[:40])
+    file_of_products().write_bytes(damage + line[:40])
     later_process()
     assert fastest() == "oneDNN" and timed[1]
 
 
 def test_answers_are_stored_in_the_configured_or_users_cache(monkeypatch):
     with configured(cache="/here"):
-        assert cpu_linear.path().parent == Path("/here")
+        assert file_of_products().parent == Path("/here")
     with configured(cache=None):
         monkeypatch.setenv("XDG_CACHE_HOME", "/there")
-        assert cpu_linear.path().parent == Path("/there/fastgen")
+        assert file_of_products().parent == Path("/there/fastgen")
         monkeypatch.delenv("XDG_CACHE_HOME")
-        assert cpu_linear.path().parent == Path.home() / ".cache" / "fastgen"
+        assert file_of_products().parent == Path.home() / ".cache" / "fastgen"
 
 
 def is_measured_again(timed) -> bool:
@@ -273,9 +277,9 @@ def is_measured_again(timed) -> bool:
 
 @pytest.mark.parametrize("has_reader", [False, True])
 def test_a_pipe_instead_of_the_measurements_does_not_block(timed, has_reader):
-    cpu_linear.path().parent.mkdir()
-    os.mkfifo(cpu_linear.path())
-    reader = os.open(cpu_linear.path(), os.O_RDONLY | os.O_NONBLOCK) if has_reader else None
+    file_of_products().parent.mkdir()
+    os.mkfifo(file_of_products())
+    reader = os.open(file_of_products(), os.O_RDONLY | os.O_NONBLOCK) if has_reader else None
     assert is_measured_again(timed)
     if reader is not None:
         assert os.read(reader, 100) == b""
@@ -286,12 +290,12 @@ def test_a_pipe_instead_of_the_measurements_does_not_block(timed, has_reader):
 def test_a_link_or_a_file_too_large_is_neither_read_nor_written(timed, tmp_path, is_link):
     assert fastest() == "oneDNN" and not is_measured_again(timed)
     if is_link:
-        cpu_linear.path().rename(tmp_path / "elsewhere")
-        cpu_linear.path().symlink_to(tmp_path / "elsewhere")
+        file_of_products().rename(tmp_path / "elsewhere")
+        file_of_products().symlink_to(tmp_path / "elsewhere")
     else:
-        os.truncate(cpu_linear.path(), cpu_linear.MAX_BYTES + 1)
-    size = cpu_linear.path().stat().st_size
-    assert is_measured_again(timed) and cpu_linear.path().stat().st_size == size
+        os.truncate(file_of_products(), measurements.MAX_BYTES + 1)
+    size = file_of_products().stat().st_size
+    assert is_measured_again(timed) and file_of_products().stat().st_size == size
 
 
 @pytest.mark.parametrize("cache", [None, "~nobody-has-this-name/x", "file/folder"])

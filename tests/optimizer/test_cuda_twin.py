@@ -16,10 +16,10 @@ HELPERS = REPOSITORY / "tests" / "helpers"
 HAS_FAIRSEQ = find_spec("fairseq") is not None
 LOOPS = ["BART, beam 4", "Llama, beam 4", "Llama, 16 samples", "Llama, greedy"] + ["fairseq, beam 4"] * HAS_FAIRSEQ
 
-# Left out: whatever a GPU rounds otherwise than a CPU, and models that other tests cover.
+# Left out: whatever a GPU rounds otherwise than a CPU or the twin does not have, and models that other tests cover.
 FILES = ["test_captured_steps_cuda.py"] + ["test_fairseq_parity_cuda.py"] * HAS_FAIRSEQ
-CAPTURED = "captured_steps and not outlives and not half and not (tokens_of and (gpt2 or t5 or whisper))"
-TESTS = f"({CAPTURED}) or hypotheses_of_cuda_graphs"
+LEFT_OUT = "outlives or half or allocator or second_gpu or tokens_of and (gpt2 or t5 or whisper)"
+TESTS = f"captured_steps and not ({LEFT_OUT}) or hypotheses_of_cuda_graphs"
 
 pytestmark = [
     needs_compiler,
@@ -88,8 +88,13 @@ def test_a_dry_run_of_gpu_check_writes_each_part(library, tmp_path):
     done = run_python("-c", DRY_RUN, str(library), path=path, cwd=tmp_path, **environment)
     assert not done.returncode, done.stdout + done.stderr
     results, page = json.loads((tmp_path / "gpu-check.json").read_text()), page_file.read_text()
-    assert list(results) == ["environment", "attention", "generate", "tests", "sanitize"]
+    assert list(results) == ["environment", "attention", "rates", "parity", "generate", "tests", "sanitize"]
     assert all(way["equal_tokens"] == 1 for ways in results["generate"].values() for way in ways.values())
+    assert len(results["generate"]) == 8 + HAS_FAIRSEQ
+    assert all(ways["fastgen"]["replayed"] for ways in results["generate"].values())
+    for dtypes in results["parity"].values():
+        assert dtypes["float32"]["equal"] == 4 and all(cell["replayed"] for cell in dtypes.values())
+    assert results["rates"]["break_even"].keys() == {"eager", "in a graph"} and "Rates by a probe: " in page
     assert results["tests"]["status"] == 0 and "1 passed" in page
     assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page and "dry run" in page
     assert page.count("beam 4") == sum("beam 4" in name for part in ("attention", "generate") for name in results[part])

@@ -3,9 +3,7 @@
 skinny_gemm.py is one of the backends, for products of few rows, written in C++.
 
 No rule predicts the fastest backend (skinny_gemm.py has measurements). So each shape is measured once, and the results
-are stored for later processes in a file of the user's cache folder, a line of JSON each. Lines are only appended, each
-in one write: if several processes measure a shape at the same time, the first line counts. If the file cannot be read
-or written, each process measures for itself; `generate` never fails because of it.
+are stored for later processes, see fastgen/ops/measurements.py.
 
 Tests: tests/ops/test_cpu_linear.py
 """
@@ -13,12 +11,8 @@ Tests: tests/ops/test_cpu_linear.py
 from __future__ import annotations
 
 import functools
-import json
 import logging
-import os
 import platform
-import re
-import stat
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -31,8 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fastgen.config import CONFIG
-from fastgen.ops import simd
+from fastgen.ops import measurements, simd
 from fastgen.ops.cpu_linear import skinny_gemm
 from fastgen.ops.kernel import Kernel, tolerance
 from fastgen.ops.tracing import is_transformed
@@ -56,7 +49,7 @@ SECONDS = 0.04  # no round after the least begins later
 # Fields of /proc/cpuinfo that tell CPUs apart, also in virtual machines, where model names are all alike.
 CPU_FIELDS = ("model name", "cpu family", "model", "stepping")
 
-MAX_BYTES = 1 << 22  # size limit of the file: some 20,000 measurements
+KIND = "products"  # of measurements
 
 
 @functools.cache
@@ -164,45 +157,23 @@ def fastest(rows: Tensor, weight: Tensor, bias: Tensor | None, others: Callable[
 
 
 def stored() -> Iterator[tuple[GemmShape, str]]:
-    """Yields the file's measurements that compare this machine's backends; skips lines that cannot be parsed."""
+    """Yields the file's measurements that compare this machine's backends; skips lines of another form."""
     dtypes = {str(dtype): dtype for dtype in DTYPES}
-    with suppress(OSError):
-        for line in _file().read_bytes().splitlines():
-            with suppress(ValueError, TypeError, KeyError, RecursionError):  # the last: deep nesting
-                values = json.loads(line)
-                shape = GemmShape(**values["product"])
-                backends = gemm_backends(dtypes[shape.dtype])
-                if (way := values[_field(backends)]) in backends:
-                    yield shape, way
+    for values in measurements.stored(KIND, _cpu()):
+        with suppress(ValueError, TypeError, KeyError):
+            shape = GemmShape(**values["product"])
+            backends = gemm_backends(dtypes[shape.dtype])
+            if (way := values[_field(backends)]) in backends:
+                yield shape, way
 
 
 def store(shape: GemmShape, way: str, backends: Collection[str]) -> None:
     """Appends a measurement to the file; backends: the names among which `way` is the fastest."""
-    line = json.dumps({"product": shape._asdict(), _field(backends): way}) + "\n"
-    with suppress(OSError):
-        path().parent.mkdir(parents=True, exist_ok=True)
-        with _file().open("ab", buffering=0) as file:
-            file.write(line.encode())
+    measurements.store(KIND, _cpu(), {"product": shape._asdict(), _field(backends): way})
 
 
 def _field(backends: Collection[str]) -> str:
     return f"fastest of {', '.join(backends)}, kernels {simd.VERSION}, {torch.backends.cpu.get_cpu_capability()}"
-
-
-def _file() -> Path:
-    """Returns the path of the file. Raises OSError if it is no regular file, or larger than `MAX_BYTES`."""
-    if os.path.lexists(file := path()) and (not stat.S_ISREG(file.lstat().st_mode) or file.stat().st_size > MAX_BYTES):
-        raise OSError(f"{file} is no regular file of at most {MAX_BYTES} bytes")
-    return file
-
-
-def path() -> Path:
-    """Returns the path of the file for this CPU and version of torch. Raises OSError if the user has no home folder."""
-    folder = CONFIG.cache or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fastgen")
-    try:
-        return Path(folder).expanduser() / f"products-torch-{torch.__version__}-{_cpu()}.jsonl"
-    except RuntimeError as error:
-        raise FileNotFoundError(f"{folder}: {error}") from error
 
 
 @functools.cache
@@ -212,7 +183,7 @@ def _cpu() -> str:
         pairs = [line.partition(":") for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines()]
         values = {key.strip(): value.strip() for key, _, value in pairs}
         name = " ".join(values[field] for field in CPU_FIELDS if field in values) or name
-    return re.sub(r"[^A-Za-z0-9]+", "-", name)
+    return name
 
 
 def _measured(shape: GemmShape, weight: Tensor, bias: Tensor | None, others: Sequence[Tensor]) -> str:

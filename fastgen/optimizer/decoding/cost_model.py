@@ -11,15 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
 from fastgen.config import CONFIG
-from fastgen.ops import cpu_linear
+from fastgen.ops import cpu_linear, device_rates
+from fastgen.ops.device_rates import DeviceRates
 from fastgen.optimizer.decoding.user_code import KnownCode
+
+_CPU = torch.device("cpu")
+_MODULES_OF_CALL = 4  # a call of `generate` takes Python like so many modules
 
 
 @dataclass(frozen=True)
@@ -28,44 +32,58 @@ class ModelSize:
 
     modules: their number. weights: elements of the weights that each token of a prefill is multiplied with. step: the
     same for a decode step, with the output layer. large: elements of large weights for which oneDNN is an option, on a
-    CPU. bytes: of all weights.
+    CPU. itemsize: bytes of an element of the first weight.
     """
 
     modules: int
     weights: int
     step: int
     large: int
-    bytes: int
+    itemsize: int
+
+
+class CaptureCosts(NamedTuple):
+    """What capturing a step takes, in eager steps, and how many steps come before.
+
+    new: for a new graph; existing: for the step that each call repeats. before: steps that run eagerly before a new
+    graph, because many calls end early. least: calls with fewer steps are never captured.
+    """
+
+    new: float
+    existing: float
+    before: int
+    least: int
+
+
+# Filling a static cache and repeating one step take the time of 1.7 steps, of which a replay saves 8 to 14 % (AMD EPYC,
+# family 26).
+CPU_CAPTURES = CaptureCosts(new=3, existing=1, before=8, least=24)
+# A replay saves two thirds of a step, and a new graph takes as long as 12 eager steps (H200, Llama-8B with 8 layers):
+# by these numbers that model is captured for 24 steps, and its graph replayed for 4.
+GPU_CAPTURES = CaptureCosts(new=9.9, existing=1.6, before=2, least=4)
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Thresholds, and the decisions that use them.
+    """Compares the seconds that an optimisation saves with those that it takes, by the rates of the device.
 
-    Work is measured in multiply-adds: the time of so many of them in a matrix product.
+    rates: those of all devices; None: `rates_of` each. Rates and counts are such that break-evens are where they were
+    measured, on an AMD EPYC (family 25, model 17) and on an H200 (docs/gpu-checks.md). On a CPU each number counts as
+    one of fp32.
 
-    prefill_cost, prefill_cost_per_module: the overhead of a prefill with one row per input (benchmarks/small.py).
+    prefill_overhead: what a prefill with one row per input takes, as a part of the Python of a forward
+    (benchmarks/small.py).
 
-    min_saved_elements: saved elements of keys, per layer, on a CPU, from which a shared prompt is worth its second
-    product (2 cores break even near 0.5 million, benchmarks/ops.py). min_saved_bytes: saved bytes of keys and values,
-    per layer, on a GPU in eager steps: the additional launches take 70 µs of the host, in which an H200 reads so much.
-    min_saved_bytes_captured: the same in a CUDA graph, with torch's products; min_saved_bytes_of_kernel: with
-    `triton_attention`. min_elements_in_place: elements of keys, per layer, on a CPU, from which writing generated keys
-    into a buffer is faster than copying all keys at every step (beams break even near 0.2 million, samples near 0.03
-    million).
+    launches: launches that a shared prompt adds to the attention of a layer. launches_of_kernel: the same with
+    `triton_attention` in a CUDA graph. min_elements_in_place: elements of keys, per layer, from which writing generated
+    keys into a buffer is faster than copying all keys at every step (beams break even near 0.2 million, samples near
+    0.03 million, on a CPU).
 
-    min_capture_steps: calls with fewer steps are never captured: filling a static cache and repeating one step take the
-    time of 1.7 steps, of which a replay saves 8 to 14 % (AMD EPYC, family 26). steps_before_capture: steps that run
-    eagerly first, because many calls end early. looks_back: whether steps of earlier calls that had too few for a graph
-    count as well, and their graphs are used. capture_steps: the cost of a new graph, in steps.
-    On a GPU a replay saves two thirds of a step, and a new graph costs as much as 12 eager steps (H200, 8 layers):
-    steps_before_capture_on_gpu, min_capture_steps_on_gpu: for a new graph; min_replays_on_gpu: for an existing graph.
-    saved_per_module: work in Python that a replayed step saves, per module (ops/cpu_graph.py). rows_of_one_read: steps
-    with fewer rows take as long as with so many, because they read all weights.
+    cpu_captures, gpu_captures: what a capture takes. looks_back: whether steps of earlier calls that had too few for a
+    graph count as well, and their graphs are used.
 
-    min_large_per_module: elements of large weights, per module, from which large products dominate so much that a
-    microsecond for every call of torch does not matter; min_large: the same for all modules together.
-    times_as_large_for_one_step: a call of one step needs so many times min_large_per_module.
+    min_large: the seconds of reading the large weights, as a part of those of the Python of a forward, from which on a
+    microsecond for every call of torch does not matter; for a call of one step four times as much.
 
     most_steps_of_tiny_call: a call with at most so many steps, whose prefill is too small to gain, bypasses fastgen.
 
@@ -75,25 +93,15 @@ class CostModel:
     of further steps that must be expected then.
     """
 
-    prefill_cost: int = 1 << 22
-    prefill_cost_per_module: int = 1 << 20
-    min_saved_elements: int = 1 << 19
-    min_saved_bytes: int = 240_000_000
-    min_saved_bytes_captured: int = 25_000_000
-    min_saved_bytes_of_kernel: int = 1_000_000
+    rates: DeviceRates | None = None
+    prefill_overhead: float = 0.5
+    launches: float = 12.5
+    launches_of_kernel: float = 0.5
     min_elements_in_place: int = 1 << 17
-    min_capture_steps: int = 24
-    steps_before_capture: int = 8
-    steps_before_capture_on_gpu: int = 2
-    min_replays_on_gpu: int = 4
-    min_capture_steps_on_gpu: int = 24
+    cpu_captures: CaptureCosts = CPU_CAPTURES
+    gpu_captures: CaptureCosts = GPU_CAPTURES
     looks_back: bool = True
-    capture_steps: int = 3
-    saved_per_module: int = 1 << 21
-    rows_of_one_read: int = 8
-    min_large_per_module: int = 1 << 16
-    min_large: int = 1
-    times_as_large_for_one_step: int = 4
+    min_large: float = 0.25
     most_steps_of_tiny_call: int = 2
     min_draft_steps: int = 8
     min_leaving: float = 1 / 8
@@ -104,15 +112,27 @@ class CostModel:
         """Whether the user demands sharing (True) or forbids it (False); None if the cost model decides."""
         return {"always": True, "never": False}.get(CONFIG.share)
 
-    def overhead_of_prefill_once(self, size: ModelSize) -> int:
-        """Returns the fixed overhead of a prefill with one row per input, in multiply-adds that take as long."""
-        return self.prefill_cost + self.prefill_cost_per_module * size.modules
+    def rates_of(self, device: torch.device) -> DeviceRates:
+        """Returns the rates of a device."""
+        return self.rates or device_rates.rates_of(device)
+
+    def seconds_of_prefill(self, size: ModelSize, tokens: int) -> float:
+        """Returns the seconds that so many tokens add to a prefill on a CPU.
+
+        Decisions about prefills go by a CPU's rates on all devices: on a GPU the tokens take less time than the checks,
+        and prompts are shared for the sake of the steps, which read them, and of the memory.
+        """
+        return size.weights * tokens / self.rates_of(_CPU).multiply_adds
+
+    def overhead_of_prefill_once(self, size: ModelSize) -> float:
+        """Returns the seconds that a prefill with one row per input takes, whatever it saves."""
+        return self.prefill_overhead * self.rates_of(_CPU).module * (size.modules + _MODULES_OF_CALL)
 
     def should_prefill_once(self, size: ModelSize, saved_tokens: int) -> bool:
         """Whether a prefill of one row per input, which saves `saved_tokens` tokens, gains more than it costs."""
         if self.shares is not None:
             return self.shares
-        return size.weights * saved_tokens >= self.overhead_of_prefill_once(size)
+        return self.seconds_of_prefill(size, saved_tokens) >= self.overhead_of_prefill_once(size)
 
     def may_gain(self, size: ModelSize, tokens: int, steps: int) -> bool:
         """Whether a call of at most so many steps, with at most so many tokens in its prefill, may be accelerated."""
@@ -125,27 +145,33 @@ class CostModel:
 
     def is_worth_a_forward(self, size: ModelSize, saved_tokens: int) -> bool:
         """Whether `saved_tokens` tokens of a prefill take longer than a forward of few tokens."""
-        forward = size.step * self.rows_of_one_read + self.saved_per_module * size.modules
-        return size.weights * saved_tokens >= self.overhead_of_prefill_once(size) + forward
+        overhead = self.overhead_of_prefill_once(size) + sum(self.seconds_of_step(size, 1))
+        return self.seconds_of_prefill(size, saved_tokens) >= overhead
+
+    def seconds_of_step(self, size: ModelSize, rows: int, device: torch.device = _CPU) -> tuple[float, float]:
+        """Returns the seconds of a decode step that the host and the device take, on a CPU one after the other."""
+        rates = self.rates_of(device)
+        itemsize = 4 if device.type == "cpu" else size.itemsize
+        computed = max(size.step * rows / rates.multiply_adds, size.step * itemsize / rates.bytes)
+        return rates.module * size.modules, computed
 
     def should_share(
         self, keys: Tensor, rows_per_input: int, is_cross: bool = False, is_captured: bool = False
     ) -> bool:
         """Whether attention is faster with these keys `[inputs, kv_heads, length, head_dim]` stored once per input.
 
-        is_cross: whether they belong to cross-attention, which has only one segment. If repeated instead, they are
-        still never reordered. is_captured: whether steps will be captured. Values are assumed to be as wide as keys.
+        is_cross: whether they belong to cross-attention, which has only one segment, and launches a quarter. If
+        repeated instead, they are still never reordered. is_captured: whether steps will be captured. Values are
+        assumed to be as wide as keys.
         """
         if self.shares is not None:
             return self.shares
-        if keys.device.type == "cpu":
-            saved, least = keys.numel() * (rows_per_input - 1), self.min_saved_elements
-        else:
-            saved, least = 2 * keys.nbytes * (rows_per_input - 1), self.min_saved_bytes
-            if is_captured:
-                has_kernel = CONFIG.cuda_kernels and keys.dtype in (torch.float16, torch.bfloat16)
-                least = self.min_saved_bytes_of_kernel if has_kernel else self.min_saved_bytes_captured
-        return bool(saved >= (least // 4 if is_cross else least))
+        rates, is_cpu = self.rates_of(keys.device), keys.device.type == "cpu"
+        has_kernel = not is_cpu and CONFIG.cuda_kernels and keys.dtype in (torch.float16, torch.bfloat16)
+        launches = self.launches_of_kernel if is_captured and has_kernel else self.launches
+        overhead = launches * (rates.replayed_launch if is_captured else rates.launch)
+        saved_bytes = 2 * keys.numel() * (rows_per_input - 1) * (4 if is_cpu else keys.itemsize)
+        return bool(saved_bytes / rates.bytes >= (overhead / 4 if is_cross else overhead))
 
     def should_write_in_place(self, keys: Tensor, rows_per_input: int, limit: int) -> bool:
         """Whether a buffer is worthwhile for keys `[inputs, kv_heads, length, head_dim]` that grow by up to `limit`."""
@@ -153,41 +179,39 @@ class CostModel:
         elements = inputs * rows_per_input * kv_heads * (length + limit // 2) * width
         return bool(elements >= self.min_elements_in_place)
 
-    def should_capture(
-        self, size: ModelSize, rows: int, steps: int, is_captured: bool, device_type: str = "cpu"
-    ) -> bool:
-        """Whether so many replays of this model's step, for so many rows, save twice what the capture costs.
+    def captures(self, device: torch.device) -> CaptureCosts:
+        """Returns what a capture takes on a device of this type."""
+        return self.cpu_captures if device.type == "cpu" else self.gpu_captures
 
-        is_captured: whether a graph exists: it only costs the step that each call repeats. Always true with
+    def should_capture(
+        self, size: ModelSize, rows: int, steps: int, is_captured: bool, device: torch.device = _CPU
+    ) -> bool:
+        """Whether so many replays of this model's step, for so many rows, save twice what the capture takes.
+
+        A replay saves what the host takes beyond the device. is_captured: whether a graph exists. Always true with
         FASTGEN_CUDA_GRAPHS=on.
         """
         if CONFIG.cuda_graphs == "on":
             return True
-        if device_type != "cpu":
-            return steps >= (self.min_replays_on_gpu if is_captured else self.min_capture_steps_on_gpu)
-        saved = self.saved_per_module * size.modules
-        step = size.step * max(rows, self.rows_of_one_read) + saved
-        return saved * steps >= 2 * step * (1 if is_captured else self.capture_steps)
-
-    def steps_before(self, device: torch.device) -> int:
-        """Returns how many steps run eagerly before one is captured."""
-        return self.steps_before_capture if device.type == "cpu" else self.steps_before_capture_on_gpu
-
-    def least_steps(self, device: torch.device) -> int:
-        """Returns how many steps a call must have for capturing to be considered."""
-        return self.min_capture_steps if device.type == "cpu" else self.min_replays_on_gpu
+        host, computed = self.seconds_of_step(size, rows, device)
+        step = host + computed if device.type == "cpu" else max(host, computed)
+        costs = self.captures(device)
+        return (step - computed) * steps >= 2 * step * (costs.existing if is_captured else costs.new)
 
     def should_swap_forwards(self, size: ModelSize, steps: int | None = None) -> bool:
         """Whether the model spends its time in large products for which oneDNN is an option.
 
         steps: of the call, if known. A single step must gain as much as it takes to swap the forwards of all modules.
         """
-        least = self.min_large_per_module * size.modules * (self.times_as_large_for_one_step if steps == 1 else 1)
-        return size.large >= max(least, self.min_large)
+        rates = self.rates_of(_CPU)
+        least = self.min_large * (4 if steps == 1 else 1) * rates.module * size.modules
+        return 4 * size.large / rates.bytes >= least
 
     def steps_of_forward(self, tokens: int) -> float:
         """Returns what a forward of so many tokens of all rows takes, in steps of one token (AMD EPYC, model 17)."""
-        return float(1.15 * max(1.0, tokens / self.rows_of_one_read) ** 0.8)
+        rates = self.rates_of(_CPU)
+        tokens_of_one_read = 4 * rates.multiply_adds / rates.bytes  # fewer take as long, because all weights are read
+        return float(1.15 * max(1.0, tokens / tokens_of_one_read) ** 0.8)
 
     def should_compact(self, size: ModelSize, leaving: int, rows: int, steps_done: int, steps_left: int) -> bool:
         """Whether the batch should drop its finished rows now, `leaving` of `rows`.
@@ -196,6 +220,10 @@ class CostModel:
         """
         steps = min(steps_left, max(steps_done, self.min_steps_expected))
         return leaving >= self.min_leaving * rows and self.should_prefill_once(size, leaving * steps)
+
+    def measure_rates_sync(self, size: ModelSize, rows: int, steps: int, device: torch.device) -> None:
+        """Measures a GPU's rates if this process has used it for long enough; for the beginning of a call's steps."""
+        device_rates.probe_after_sync(device, steps * max(self.seconds_of_step(size, rows, device)))
 
 
 # The cost models of new calls. REPEATABLE: with FASTGEN_REPEATABLE=1. It switches to a static cache, and to replays, at
@@ -245,4 +273,5 @@ def _measured(model: nn.Module, encoder: nn.Module | None) -> ModelSize:
     large = [weight.numel() for weight in weights if weight.is_cpu and weight.dtype in cpu_linear.DTYPES]
     large = [elements for elements in large if elements >= cpu_linear.MIN_ELEMENTS]
     output = max((shape.numel() for shape in looked_up), default=0)
-    return ModelSize(len(modules), sum(used), sum(used) + output, sum(large), sum(weight.nbytes for weight in weights))
+    itemsize = weights[0].itemsize if weights else 4
+    return ModelSize(len(modules), sum(used), sum(used) + output, sum(large), itemsize)

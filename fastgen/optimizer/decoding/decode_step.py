@@ -4,7 +4,7 @@
                  │ ^         ^        │ ^     │  spare capacity used up: grow; inputs leave: compact
                  │ └─────────┼────────┘ └─────┴─ a `StaticKVCache` of another spec, with its `CapturedGraph`
                  │           │  `leave_captures`: the rest of the call is eager
-                 └───────────┴─ steps 1 and `steps_before_capture` after the prefill, or after a compaction
+                 └───────────┴─ steps 1 and `CaptureCosts.before` after the prefill, or after a compaction
 
     DecodeStep ──> CapturedGraph (function, static buffers of the inputs) ──> StaticKVCache
         │               ^
@@ -155,7 +155,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             return self._static_step(self.graph, tokens)
         outputs = self.forward(self.model, self.inputs(tokens, None), None)
         self.since += 1
-        if self.captures and self.since in (1, self.call.costs.steps_before(self.graphs.device)):
+        if self.captures and self.since in (1, self.call.costs.captures(self.graphs.device).before):
             self._start_captures(tokens, self.logits_of(outputs))
         return outputs
 
@@ -206,7 +206,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             self.captures = False
             self.call.report.add_reasons(STEPS, reasons)
             return
-        is_last = self.since >= costs.steps_before(graphs.device)
+        is_last = self.since >= costs.captures(graphs.device).before
         wants_new = self._wants_new_graph(left + (graphs.steps_without[self.rows] if costs.looks_back else 0))
         if is_last and not wants_new:
             graphs.steps_without[self.rows] += left
@@ -289,8 +289,8 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
     def _wants_new_graph(self, left: int) -> bool:
         """Whether a new graph is worthwhile for at most `left` further steps."""
         costs, device, size = self.call.costs, self.graphs.device, size_of(self.decoder, self.known_code)
-        is_late = self.since >= costs.steps_before(device)
-        return is_late and costs.should_capture(size, self.rows, left, False, device.type)
+        is_late = self.since >= costs.captures(device).before
+        return is_late and costs.should_capture(size, self.rows, left, False, device)
 
     def _attempt(self, graph: CapturedGraph, inputs: dict[str, Any]) -> Any:
         """Returns the outputs of a capture, a replay or, if that failed, the forward; None: the caller must run it."""

@@ -344,7 +344,7 @@ def unwanted_reasons(call: GenerateCall, device: torch.device, steps: int) -> li
         return [Reason("CAPTURE_OFF", "FASTGEN_CUDA_GRAPHS=off")]
     if device.type not in ("cuda", "cpu"):
         return [Reason("DEVICE", f"the model is on {device.type} (supported: cuda, cpu)")]
-    least = call.costs.least_steps(device)
+    least = call.costs.captures(device).least
     if steps < least:
         return [Reason("FEW_STEPS", f"the call has fewer than {least} steps", f"at most {max(steps, 0)}")]
     if torch.is_autocast_enabled(device.type):
@@ -367,7 +367,7 @@ def can_capture(checks: Any, rows: int, steps: int) -> bool:
         return False
     device, size = weight.device, size_of(decoder, checks.known_code)
     reasons = unwanted_reasons(call, device, steps) or graphs_of(checks.model, weight).refused or checks.capture
-    if not reasons and not call.costs.should_capture(size, rows, steps, is_captured=True, device_type=device.type):
+    if not reasons and not call.costs.should_capture(size, rows, steps, is_captured=True, device=device):
         text = f"{steps} steps of {rows} rows would save less than the capture costs"
         reasons = [Reason("NOT_WORTH_CAPTURING", text)]
     if not (reasons := reasons or checks.rows):
@@ -379,4 +379,6 @@ def can_capture(checks: Any, rows: int, steps: int) -> bool:
         )
     call.report.add_reasons(STEPS, reasons)
     call.will_capture = not reasons
+    if call.will_capture:
+        call.costs.measure_rates_sync(size, rows, steps, device)
     return not reasons

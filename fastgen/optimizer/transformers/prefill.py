@@ -296,8 +296,8 @@ def too_small_reasons(call: GenerateCall, model: HostModel, arguments: dict[str,
         return []
     if costs.shares is False:
         return [Reason("SHARE_NEVER", "FASTGEN_SHARE=never")]
-    saved, overhead = size.weights * tokens / 1e6, costs.overhead_of_prefill_once(size) / 1e6
-    detail = f"{tokens} tokens fewer save {saved:.1f} million multiply-adds, the overhead is {overhead:.1f} million"
+    saved, overhead = costs.seconds_of_prefill(size, tokens) * 1e3, costs.overhead_of_prefill_once(size) * 1e3
+    detail = f"{tokens} tokens fewer save about {saved:.2f} ms, the overhead is {overhead:.2f} ms"
     return [Reason("TOO_SMALL", "the model is too small to gain", detail)]
 
 

@@ -1,5 +1,8 @@
 """Sharing starts if it pays, or as FASTGEN_SHARE says, and that is decided before anything that takes time."""
 
+from dataclasses import replace
+from math import ceil
+
 import pytest
 import torch
 from parity import assert_same
@@ -9,11 +12,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastgen
+from fastgen.ops.device_rates import GPU
 from fastgen.optimizer.decoding.cost_model import CostModel, ModelSize, size_of
 from fastgen.optimizer.transformers.checks import KNOWN
 from fastgen.testing import configured, watched
 
 COSTS = CostModel()
+CUDA = torch.device("cuda")
+GPT2_SMALL = ModelSize(modules=150, weights=85_000_000, step=123_000_000, large=0, itemsize=4)
+# As measured on an H200: 7.8 ms a step, a new graph worthwhile from 24 steps on.
+LLAMA_8B_8_LAYERS = ModelSize(111, weights=1_745_000_000, step=2_270_000_000, large=0, itemsize=2)
 REPEATED = {"input_ids": token_ids(1, 9).expand(6, 9).contiguous()}
 
 
@@ -34,14 +42,14 @@ def test_small_calls_are_left_alone_before_any_comparison(name, nothing_is_compa
 
 
 def test_the_reason_gives_the_numbers():
-    size = ModelSize(modules=10, weights=2000, step=0, large=0, bytes=0)
+    size = ModelSize(modules=10, weights=2000, step=0, large=0, itemsize=4)
     assert not COSTS.should_prefill_once(size, 50) and COSTS.should_prefill_once(size, 50_000)
     model = tiny("llama")
     model.generate(**padded(9, 5), **BEAMS)
     [reason] = [reason for _, reason in fastgen.explain().not_done if reason.code == "TOO_SMALL"]
     size = size_of(model, KNOWN)
-    saved, overhead = size.weights * 36 / 1e6, COSTS.overhead_of_prefill_once(size) / 1e6
-    costs_of_both = f"save {saved:.1f} million multiply-adds, the overhead is {overhead:.1f} million"
+    saved, overhead = COSTS.seconds_of_prefill(size, 36) * 1e3, COSTS.overhead_of_prefill_once(size) * 1e3
+    costs_of_both = f"save about {saved:.2f} ms, the overhead is {overhead:.2f} ms"
     assert reason.detail == f"36 tokens fewer {costs_of_both}"
 
 
@@ -76,18 +84,25 @@ def test_rows_that_the_caller_repeated_are_compared_once(share_always):
 
 def test_the_size_counts_the_weights_that_tokens_multiply():
     model = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 16), nn.Linear(8, 100, bias=False), nn.LayerNorm(8))
-    assert size_of(model, KNOWN) == ModelSize(modules=5, weights=128, step=928, large=0, bytes=7040)
+    assert size_of(model, KNOWN) == ModelSize(modules=5, weights=128, step=928, large=0, itemsize=4)
 
 
 def test_a_graph_pays_if_steps_are_many_and_short():
-    size = ModelSize(modules=150, weights=85_000_000, step=123_000_000, large=0, bytes=0)  # GPT-2 small
+    size = GPT2_SMALL
     assert COSTS.should_capture(size, rows=1, steps=40, is_captured=False)
     assert not COSTS.should_capture(size, rows=1, steps=16, is_captured=False)
     assert COSTS.should_capture(size, rows=1, steps=16, is_captured=True)
     assert not COSTS.should_capture(size, rows=256, steps=40, is_captured=True)
     assert COSTS.should_capture(size, rows=256, steps=2000, is_captured=False)
-    assert COSTS.should_capture(size, rows=256, steps=40, is_captured=True, device_type="cuda")
-    assert not COSTS.should_capture(size, rows=1, steps=16, is_captured=False, device_type="cuda")
+
+
+@pytest.mark.parametrize(("size", "new", "existing"), [(GPT2_SMALL, 21, 4), (LLAMA_8B_8_LAYERS, 24, 4)])
+def test_a_graph_pays_on_a_gpu_if_the_host_is_slower(size, new, existing):
+    for is_captured, least in ((False, new), (True, existing)):
+        pays = {steps: COSTS.should_capture(size, 1, steps, is_captured, CUDA) for steps in range(1, 50)}
+        assert [steps for steps, gains in pays.items() if gains] == list(range(least, 50))
+    assert COSTS.should_capture(size, 256, 40, True, CUDA)
+    assert not COSTS.should_capture(size, 100_000, 1000, True, CUDA)  # the device takes longer
 
 
 def test_the_size_is_measured_once_per_dtype():
@@ -121,24 +136,50 @@ def fake_keys(*shape: int, **kind) -> torch.Tensor:
     ids=("eager", "captured", "captured, without kernels"),
 )
 def test_bytes_saved_decide_about_sharing_on_a_gpu(dtype, size, is_cross, part, steps, least):
-    length, gpu = least[size] // part // (2 * 3 * 2 * 5 * 10 * size), {"dtype": dtype, "device": "cuda"}
+    length, gpu = least[size] / part / (2 * 3 * 2 * 5 * 10 * size), {"dtype": dtype, "device": "cuda"}
     call = {"rows_per_input": 4, "is_cross": is_cross, "is_captured": steps.get("is_captured", False)}
     with configured(share="auto", cuda_kernels=steps.get("kernels", True)):
-        assert COSTS.should_share(fake_keys(2, 5, length + 1, 10, **gpu), **call)
-        assert not COSTS.should_share(fake_keys(2, 5, length - 1, 10, **gpu), **call)
+        assert COSTS.should_share(fake_keys(2, 5, int(1.01 * length), 10, **gpu), **call)
+        assert not COSTS.should_share(fake_keys(2, 5, int(0.99 * length), 10, **gpu), **call)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize(("is_cross", "least"), [(False, 1 << 19), (True, 1 << 17)])
 def test_elements_of_keys_decide_about_sharing_on_a_cpu(dtype, is_cross, least):
-    length = least // (4 * 8 * 16)
+    length = least / (4 * 8 * 16)
     with configured(share="auto"):
-        assert COSTS.should_share(fake_keys(4, 8, length, 16, dtype=dtype), rows_per_input=2, is_cross=is_cross)
-        assert not COSTS.should_share(fake_keys(4, 8, length - 1, 16, dtype=dtype), rows_per_input=2, is_cross=is_cross)
+        for is_captured in (False, True):
+            call = {"rows_per_input": 2, "is_cross": is_cross, "is_captured": is_captured}
+            assert COSTS.should_share(fake_keys(4, 8, int(1.01 * length), 16, dtype=dtype), **call)
+            assert not COSTS.should_share(fake_keys(4, 8, int(0.99 * length), 16, dtype=dtype), **call)
+
+
+@pytest.mark.parametrize(("rate", "part"), [({"bytes": GPU.bytes / 10}, 0.1), ({"launch": GPU.launch / 2}, 0.5)])
+def test_rates_move_the_break_even(rate, part):
+    slower, length = CostModel(rates=replace(GPU, **rate)), 240_000_000 * part / (2 * 3 * 2 * 5 * 10 * 4)
+    with configured(share="auto"):
+        assert slower.should_share(fake_keys(2, 5, int(1.01 * length), 10, device="cuda"), rows_per_input=4)
+        assert not slower.should_share(fake_keys(2, 5, int(0.99 * length), 10, device="cuda"), rows_per_input=4)
+
+
+@pytest.mark.parametrize(("modules", "weights"), [(10, 700), (33, 40_000), (150, 85_000_000), (400, 7_000_000_000)])
+def test_the_break_even_of_a_prefill_is_that_of_small_calls(modules, weights):
+    """In multiply-adds, 4 million and 1 million for each module (benchmarks/small.py)."""
+    size, least = ModelSize(modules, weights, weights, 0, 4), (4 + modules) * (1 << 20) / weights
+    with configured(share="auto"):
+        assert COSTS.should_prefill_once(size, ceil(1.01 * least))
+        assert not COSTS.should_prefill_once(size, int(0.99 * least))
+
+
+def test_large_weights_are_65_536_a_module():
+    for steps, least in ((20, 1 << 16), (None, 1 << 16), (1, 1 << 18)):
+        large, small = (ModelSize(50, 0, 0, int(part * 50 * least), 4) for part in (1.01, 0.99))
+        assert COSTS.should_swap_forwards(large, steps) and not COSTS.should_swap_forwards(small, steps)
+    assert not COSTS.should_swap_forwards(ModelSize(1, 0, 0, 0, 4), 20)
 
 
 def test_batches_are_compacted_if_many_rows_and_steps_are_saved():
-    size = ModelSize(modules=10, weights=1_000_000, step=0, large=0, bytes=0)  # the overhead is that of 15 tokens
+    size = ModelSize(modules=10, weights=1_000_000, step=0, large=0, itemsize=4)  # the overhead is that of 15 tokens
     assert COSTS.should_compact(size, leaving=4, rows=32, steps_done=20, steps_left=20)
     assert not COSTS.should_compact(size, leaving=3, rows=32, steps_done=20, steps_left=20)
     assert not COSTS.should_compact(size, leaving=4, rows=32, steps_done=20, steps_left=3)

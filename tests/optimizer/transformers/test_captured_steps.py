@@ -6,6 +6,7 @@ tested in tests/optimizer/decoding/test_graphs.py.
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -20,9 +21,20 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from versions import needs_peft
 
+from fastgen.ops.device_rates import CPU
 from fastgen.optimizer.decoding.cost_model import CostModel
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
-from fastgen.testing import broken, captured_graphs, configured, costs, errors_noted, holds_graphs, replaced, watched
+from fastgen.testing import (
+    ANY_SIZE,
+    broken,
+    captured_graphs,
+    configured,
+    costs,
+    errors_noted,
+    holds_graphs,
+    replaced,
+    watched,
+)
 
 MODELS = ("gpt2", "llama", "llama-eager", "t5", "bart", "whisper")
 BEAMS = {"num_beams": 4, "max_new_tokens": 14}
@@ -219,7 +231,7 @@ def test_after_a_failure_the_call_continues_in_eager_steps(what, name, arguments
 @pytest.mark.parametrize("name", ("llama", "bart"))
 def test_compaction_without_memory_means_eager_steps(name, arguments):
     model, arguments = tiny(name), {**arguments, "max_new_tokens": 40, **ENDS}
-    immediately = costs(min_leaving=0.0, min_steps_expected=1, prefill_cost=-(1 << 40))
+    immediately = costs(min_leaving=0.0, min_steps_expected=1, prefill_overhead=-1e9)
     failing = broken("grow a static cache", OUT_OF_MEMORY)
     with capturing(smallest_capacity=64), immediately, failing as changes:
         for seed in range(4):
@@ -306,13 +318,13 @@ def test_on_a_cpu_a_graph_must_save_more_than_it_costs():
     model = tiny("gpt2")
     with capturing("auto"):
         assert captured(model, "gpt2", **GREEDY | LONG)
-        with costs(saved_per_module=1):
+        with costs(rates=replace(CPU, module=1e-12)):
             report = same_tokens(model, inputs_of("gpt2", *LENGTHS), **BEAMS)
         assert not_captured_because(report, "NOT_WORTH_CAPTURING", "14 steps of 12 rows would save less")
 
 
 class AfterManySteps(CostModel):
-    def should_capture(self, size, rows, steps, is_captured, device_type):
+    def should_capture(self, size, rows, steps, is_captured, device):
         return is_captured or steps >= 40
 
 
@@ -346,7 +358,7 @@ def test_later_calls_do_not_walk_through_an_unchanged_model(name, shared):
     model, inputs = tiny(name), inputs_of(name, *LENGTHS)
     for _ in range(2):
         model.generate(**inputs, **BEAMS)
-    with costs(min_large_per_module=0, min_large=0):
+    with costs(**ANY_SIZE):
         model.generate(**inputs, **BEAMS)
         with watched("walk through a model") as walks:
             model.generate(**inputs, **BEAMS)

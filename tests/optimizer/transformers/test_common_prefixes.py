@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, COLUMNS_COUNT, WITHOUT_PREFIX
 from parity import compared
-from reports import LEFT, capturing
+from reports import FREE, LEFT, capturing
 from tiny_models import GREEDY, TOKENS_ONLY, WAYS, tiny, unchanged
 from tiny_models import with_prefix as prompts
 
 import fastgen
+from fastgen.ops.device_rates import CPU
 from fastgen.optimizer.decoding.report import PREFIX, Report
 from fastgen.testing import configured, costs, replaced, watched
 
@@ -178,16 +180,15 @@ def test_a_short_prefix_of_a_small_model_is_not_worth_a_forward(llama):
     with configured(share="auto"):
         report = reported(llama, prompts(12, 12))
         assert report.prefix_length == 0 and not report.codes(PREFIX)
-        with costs(prefill_cost=0, prefill_cost_per_module=0, saved_per_module=0):
+        with costs(rates=replace(CPU, module=0.0)):
             short = reported(llama, prompts(40, 40, prefix=2))
             long = reported(llama, prompts(40, 40, prefix=30))
     assert short.codes(PREFIX) == {"PREFIX_SHORT"} and long.prefix_length == 30
 
 
 def test_a_prefix_of_few_keys_is_stored_for_each_row(llama):
-    free = {"prefill_cost": 0, "prefill_cost_per_module": 0, "saved_per_module": 0, "rows_of_one_read": 1}
     for way in WAYS.values():
-        with configured(share="auto"), costs(**free):
+        with configured(share="auto"), costs(rates=FREE):
             report = compared(llama, prompts(12, 9, prefix=7), max_new_tokens=6, **way, **TOKENS_ONLY).report
         assert report.prefix_length == 7 and "FEW_KEYS" in report.codes()
 

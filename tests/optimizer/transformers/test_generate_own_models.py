@@ -35,7 +35,7 @@ def test_plain_products_work_on_segments(arguments):
 def test_a_long_prompt_is_shared_after_a_short_one(arguments):
     """The class is trusted after the first call, and its attention meets shared keys first in the second."""
     model = odd_model(by_einsum)
-    with configured(share="auto"), costs(prefill_cost=0, prefill_cost_per_module=0):
+    with configured(share="auto"), costs(prefill_overhead=0.0):
         first = assert_same(model, padded(3, 2), **arguments)
     assert is_shared(first) and PROMPT not in str(first)
     second = assert_same(model, padded(9, 5), **arguments)
@@ -65,7 +65,7 @@ def assert_same_records(attend, at_the_end=list):
 
     for share, arguments in itertools.product(("always", "auto"), (BEAMS, SAMPLES)):
         # The class is trusted immediately: otherwise one that fails is left alone after its first comparison.
-        with as_tested(), configured(share=share), costs(prefill_cost=0, prefill_cost_per_module=0):
+        with as_tested(), configured(share=share), costs(prefill_overhead=0.0):
             both = run_both(functools.partial(call, arguments))
             assert is_shared(both.report) and (PROMPT in str(both.report)) is (share == "always")
             assert_equal_outputs(both.stock, both.fast)

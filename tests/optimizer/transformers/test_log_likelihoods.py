@@ -6,6 +6,7 @@ from random import Random
 import pytest
 import torch
 from architectures import ARCHITECTURES, COLUMNS_COUNT, WITHOUT_PREFIX
+from reports import FREE
 from tiny_models import tiny, unchanged
 from tokenizers.processors import TemplateProcessing
 from torch import nn
@@ -20,8 +21,6 @@ from fastgen.testing import configured, costs, watched
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
-# Forwards cost nothing here, so that each saved token is a gain.
-FREE = {"prefill_cost": 0, "prefill_cost_per_module": 0, "saved_per_module": 0, "rows_of_one_read": 0}
 CAUSAL = [each for each in ARCHITECTURES if each.kind == "causal"]
 NOT_SHARED = WITHOUT_PREFIX | {"minimax": "CACHE_LAYERS"} | dict.fromkeys(COLUMNS_COUNT, "POSITIONS")
 
@@ -115,7 +114,7 @@ def test_contexts_are_not_shared_if_nothing_is_gained():
     with configured(share="auto"):
         assert_equal(fastgen.log_likelihoods(model, *pairs), one_by_one(model, *pairs))
         assert fastgen.explain().codes(PREFILL) == {"PREFIX_SHORT"}
-        with costs(prefill_cost=0, prefill_cost_per_module=0, saved_per_module=0, rows_of_one_read=1):
+        with costs(rates=FREE):
             assert_equal(fastgen.log_likelihoods(model, *pairs), one_by_one(model, *pairs))
     assert fastgen.explain().prefix_length == 7
 
@@ -200,7 +199,7 @@ def test_each_task_has_its_own_prefix():
         context = [*template, *shots[number], *draw(k=4)]
         asked += [(context, draw(k=2)) for _ in range(2)]
     contexts, continuations = zip(*asked)
-    with costs(**FREE):
+    with costs(rates=FREE):
         results, shapes = shapes_of_forwards(model, contexts, continuations)
     assert {(1, 33), (1, 43)} <= set(shapes) and max(length for rows, length in shapes if rows > 1) < 10
     report = fastgen.explain()
@@ -217,7 +216,7 @@ def test_long_continuations_do_not_prevent_sharing():
     draw = partial(random.choices, range(5, 90))
     contexts = [context for context in (draw(k=50) for _ in range(8)) for _ in range(4)]
     continuations = [draw(k=60) for _ in contexts]
-    with configured(share="auto"), costs(**FREE):
+    with configured(share="auto"), costs(rates=FREE):
         results = fastgen.log_likelihoods(model, contexts, continuations)
         assert "1200 tokens need not be computed" in str(fastgen.explain())
         small = fastgen.log_likelihoods(model, contexts, continuations, tokens_per_batch=110)

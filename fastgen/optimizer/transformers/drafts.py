@@ -222,6 +222,8 @@ class DraftedSteps:
             self.trial = self._forward(input_ids, tokens)
             if self.trial.logits.shape[1] != len(tokens[0]) + 1:
                 self._refuse(f"{type(step.model).__name__}: a forward of several tokens gave logits of one")
+            else:
+                self.trial.logits = self.trial.logits.clone()  # replays overwrite them
         except Exception as error:
             self._refuse(f"{type(step.model).__name__}: {type(error).__name__}: {error}")
         if step.graph is not None:

@@ -45,6 +45,7 @@ CASES = {
     "ngram/own-4x32-2": ([], False),
     "mqa/multi-query": (["length=8", "batch=2"], False),
     "small": (["shapes=1"], False),
+    "drafts/llama-1-80": (["model=llama", "length=48", "new_tokens=12"], False),
 }
 OPTIONAL = {"fairseq": "fairseq", "fairseq_command": "fairseq", "lm_eval": "lm_eval"}
 

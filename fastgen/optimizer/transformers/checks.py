@@ -160,7 +160,7 @@ LOOPS = ("transformers.sample", "transformers.beam_search")
 METHODS = ("_has_unfinished_sequences",)
 CRITERIA = {EosTokenCriteria, MaxLengthCriteria}
 
-_STOPS_OTHERWISE = "STOPPING_CRITERION", "a stopping criterion other than length and end tokens"
+STOPS_OTHERWISE = Reason("STOPPING_CRITERION", "a stopping criterion other than length and end tokens")
 
 # Types of rotary positions that are scaled by the longest prompt so far.
 _GROWING_ROPE = {"dynamic", "longrope"}
@@ -330,7 +330,7 @@ class CallChecks:
             ("SYNCED_GPUS", "synced_gpus is set", arguments.synced_gpus),
             ("RETURN_DICT", "return_dict_in_generate is set", config.return_dict_in_generate),
             ("ASSISTANT", "the model is the assistant of another", is_assistant),
-            (*_STOPS_OTHERWISE, bool(arguments.methods) and not self.stops_by_row),
+            (STOPS_OTHERWISE, bool(arguments.methods) and not self.stops_by_row),
         )
 
     @property
@@ -385,7 +385,7 @@ class CallChecks:
         return (
             (self.processors_by_row + processors.parameters_of_rows(self.arguments.logits_processor, rows))[:1]
             + that_hold((REORDERS_ITSELF, hasattr(self.model, "_reorder_cache")))
-            or that_hold((*_STOPS_OTHERWISE, not self.stops_by_row))
+            or that_hold((STOPS_OTHERWISE, not self.stops_by_row))
             or self.rows
             or that_hold(("ROWS_COUPLED", coupled, coupled is not None))
             or self.row_states({rows, rows // rows_per_input})

@@ -85,6 +85,7 @@ CODES: dict[str, dict[str, str]] = {
         ),
         "IMAGES": "an image or video cannot be assigned to an input or its tokens",
         "IMAGES_DIFFER": "equal rows of the prompt have different images or videos",
+        "PADDING_INSIDE": "a mask hides tokens between visible ones, or all tokens of a row",
         "ROWS_DIFFER": "the rows of an input are not equal",
         "ROWS_NOT_MULTIPLE": "the number of rows is no multiple of beams, samples or inputs",
         "SHAPES": "an operation does not support these shapes or dtypes",

@@ -1,18 +1,37 @@
 """`fastgen.token_log_probs`: log-probabilities of completions, as trainers need them, with gradients.
 
+    beginning of a group ──> keys and values, with their graph ──> rests of the group's rows ──> log-probabilities
+    [groups, s]              [groups, H_kv, s, D]                  [groups * M, T - s]           [groups * M, columns]
+
+Rows with a common beginning are a group; groups of equal size are a bucket, and take two forwards together. Columns stay
+where they are, so that positions are those of a forward of all rows. Autograd records both forwards: a beginning's keys
+get the sum of the gradients of all rows that attend to them. Rows in no group, and calls that cannot be shared, take one
+forward of the rows as they are.
+
 Tests: tests/optimizer/transformers/test_token_log_probs.py
 """
 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from fastgen.models.cache_names import CACHE
+from fastgen.optimizer import PATCH_SET
+from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.cost_model import size_of
+from fastgen.optimizer.decoding.report import PREFILL, Reason
+from fastgen.optimizer.decoding.segmented_kv import KV, in_segments
+from fastgen.optimizer.transformers import checks, prefixes
 from fastgen.optimizer.transformers.log_likelihoods import base_of
+from fastgen.optimizer.transformers.row_buckets import Bucket, buckets_sync
 
 
 class Scores(NamedTuple):
@@ -33,8 +52,13 @@ def token_log_probs(
     """Does the work of `fastgen.token_log_probs`."""
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     _check(model, input_ids, mask, completion_length, temperature)
-    scorer = TokenScorer(base_of(model), temperature, entropy)
-    scores = scorer.plain(input_ids, attention_mask, completion_length)
+    with checks.generate_call(model, has_steps=False) as call:
+        scorer = TokenScorer(call, base_of(model), temperature, entropy)
+        buckets = scorer.buckets_sync(input_ids, mask)
+        if buckets:
+            scores = scorer.shared(buckets, input_ids, mask, completion_length)
+        else:
+            scores = scorer.plain(input_ids, attention_mask, completion_length)
     hidden = (mask[:, 1:] * mask[:, :-1])[:, -completion_length:] == 0
     log_probs, *entropies = (values.masked_fill(hidden, 0.0) for values in scores if values is not None)
     return (log_probs, *entropies) if entropies else log_probs
@@ -56,25 +80,148 @@ def _check(model: Any, input_ids: Tensor, mask: Tensor, completion_length: int, 
         raise ValueError(f"temperature is {temperature} (accepted: a number above 0)")
 
 
+class BeginningLayer(DynamicLayer):
+    """A layer that stores the keys and values of beginnings with their graph, the first that it gets.
+
+    A layer of the model that is computed again for the backward gets the same keys and values back.
+    """
+
+    def __init__(self, layer: DynamicLayer) -> None:
+        super().__init__()
+        self.is_sliding = layer.is_sliding
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KV:
+        if not self.is_initialized:
+            self.dtype, self.device = key_states.dtype, key_states.device
+            self.keys, self.values, self.is_initialized = key_states, value_states, True
+        return key_states, value_states
+
+
+class RestLayer(DynamicLayer):
+    """A layer that has the keys and values of beginnings, and returns them with those of the rows' rests in segments.
+
+    It stores nothing, so that it can be called any number of times.
+    """
+
+    def __init__(self, beginning: BeginningLayer, rows: int, usage: Counter[str]) -> None:
+        super().__init__()
+        self.__dict__ |= vars(beginning)
+        self.rows, self.usage = rows, usage
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KV:
+        return in_segments([(self.keys, self.values), (key_states, value_states)], self.rows, self.usage)
+
+
 class TokenScorer:
     """The forwards of one call."""
 
-    def __init__(self, model: Any, temperature: float, entropy: bool) -> None:
-        self.model, self.temperature, self.entropy = model, temperature, entropy
+    def __init__(self, call: GenerateCall, model: Any, temperature: float, entropy: bool) -> None:
+        self.call, self.model, self.temperature, self.entropy = call, model, temperature, entropy
         self.accepted = set(inspect.signature(model.forward).parameters)
+
+    def buckets_sync(self, input_ids: Tensor, mask: Tensor) -> list[Bucket]:
+        """Returns the buckets for `shared`; none if nothing is shared, with reasons in the report."""
+        rows, length = input_ids.shape
+        gains = partial(self.call.costs.should_split_prefix, size_of(self.model, checks.KNOWN))
+        self.call.set_rows(rows, rows)
+        buckets: list[Bucket] = []
+        if not PATCH_SET.is_on:
+            reasons = [Reason("DISABLED", "fastgen is disabled")]
+        elif rows == 1 or not gains((rows - 1) * length):  # whatever the tokens are
+            reasons = [Reason("TOO_SMALL", "the model or the batch is too small to gain")]
+        else:
+            buckets, reasons = buckets_sync(input_ids, mask, gains)
+            reasons = reasons or self._unsupported_reasons(length)
+        self.call.report.add_reasons(PREFILL, reasons)
+        if reasons:
+            return []
+        self._report(buckets)
+        return buckets
+
+    def _report(self, buckets: list[Bucket]) -> None:
+        """Adds to the report what will be shared."""
+        shared = [bucket for bucket in buckets if bucket.split]
+        groups, saved = sum(bucket.groups for bucket in shared), sum(bucket.saved for bucket in shared)
+        self.call.set_rows(sum(bucket.groups for bucket in buckets), self.call.rows)
+        self.call.report.set_prefix(max(bucket.split for bucket in shared), saved, groups=groups)
+        self.call.is_accelerated = True
+
+    def _unsupported_reasons(self, length: int) -> list[Reason]:
+        """Returns why a forward of this model cannot be continued from another one, with gradients."""
+        cache = DynamicCache(config=self.model.config)
+        of_call = checks.CallChecks(self.call, self.model)
+        reasons = of_call.prefix(cache, length, False, True) + of_call.rows
+        if reasons := [reason for reason in reasons if reason.code != "GRADIENTS"]:
+            return reasons
+        device = self.model.device
+        arguments = {
+            "input_ids": torch.ones(1, 2, dtype=torch.int64, device=device),
+            "attention_mask": torch.ones(1, 2, dtype=torch.int64, device=device),
+            CACHE: cache,
+        }
+        facts = self.call.facts_of(self.model, checks.KNOWN)
+        with torch.no_grad():
+            return prefixes.model_reasons(
+                facts, lambda tried: self.model(**tried, use_cache=True), prefixes.CommonPrefix(2), arguments
+            )
 
     def plain(self, input_ids: Tensor, attention_mask: Tensor | None, columns: int) -> Scores:
         """Returns the scores of the last columns, from one forward of all rows."""
-        arguments = {} if attention_mask is None else {"attention_mask": attention_mask}
-        return self._scores(input_ids[:, -columns:], self._logits(columns + 1, input_ids, **arguments)[:, :-1])
+        logits = self._logits(columns + 1, input_ids, attention_mask, use_cache=False)[:, :-1]
+        return self._scores(input_ids[:, -columns:], logits)
 
-    def _logits(self, columns: int, input_ids: Tensor, **arguments: Any) -> Tensor:
+    def shared(self, buckets: list[Bucket], input_ids: Tensor, mask: Tensor, columns: int) -> Scores:
+        """Returns the scores of the last columns, with the beginning of each group computed once."""
+        first = input_ids.shape[1] - columns  # the first column whose token is scored
+        order, parts = [], []
+        for bucket in buckets:
+            rows, end = torch.tensor(bucket.rows, device=input_ids.device), max(bucket.end, first + 1)
+            tokens, visible = input_ids[rows, :end], mask[rows, :end]
+            if bucket.split:
+                scores = self._of_groups(bucket, tokens, visible, first)
+            else:
+                scores = [self.plain(tokens, visible, end - first)]
+            padding = [value.new_zeros(len(rows), input_ids.shape[1] - end) for value in scores[0] if value is not None]
+            parts.append(
+                [torch.cat([*values, hidden], dim=1) for *values, hidden in zip(*map(_present, scores), padding)]
+            )
+            order += bucket.rows
+        places = torch.tensor(order, device=input_ids.device).argsort()
+        values = [torch.cat(values)[places] for values in zip(*parts)]
+        return Scores(values[0], values[1] if self.entropy else None)
+
+    def _of_groups(self, bucket: Bucket, tokens: Tensor, visible: Tensor, first: int) -> list[Scores]:
+        """Returns the scores of tokens `[rows, length]` from column `first` on, in parts of consecutive columns."""
+        firsts = slice(None, None, bucket.rows_per_group)
+        split, scores = bucket.split, []
+        beginnings: Any = DynamicCache(config=self.model.config)
+        beginnings.layers = [BeginningLayer(layer) for layer in beginnings.layers]
+        mask = None if bool(visible[:, :split].all()) else visible
+        columns = max(split + 1 - first, 1)
+        logits = self._logits(
+            columns, tokens[firsts, :split], None if mask is None else mask[firsts, :split], beginnings
+        )
+        if split >= first:
+            of_beginnings = self._scores(tokens[firsts, first : split + 1], logits)
+            scores.append(Scores(*(_repeated(values, bucket.rows_per_group) for values in of_beginnings)))
+        rests: Any = DynamicCache()
+        rests.layers = [RestLayer(layer, len(tokens), self.call.report.kernels) for layer in beginnings.layers]
+        if mask is not None:  # padding on the right is hidden from all tokens before it by their order
+            mask = torch.cat([visible[:, :split], torch.ones_like(visible[:, split:-1])], dim=1)
+        columns = tokens.shape[1] - max(first, split + 1)
+        logits = self._logits(columns, tokens[:, split:-1], mask, rests)
+        return [*scores, self._scores(tokens[:, -columns:], logits)]
+
+    def _logits(
+        self, columns: int, input_ids: Tensor, mask: Tensor | None, cache: Any = None, use_cache: bool = True
+    ) -> Tensor:
         """Returns the logits of the last columns, `[rows, columns, vocabulary_size]`."""
+        arguments: dict[str, Any] = {} if mask is None else {"attention_mask": mask}
+        if cache is not None:
+            arguments[CACHE] = cache
         if "logits_to_keep" in self.accepted:
             arguments["logits_to_keep"] = columns
-        if "past_key_values" not in arguments:
-            arguments["use_cache"] = False
-        return self.model(input_ids, return_dict=True, **arguments).logits[:, -columns:]
+        return self.model(input_ids, use_cache=use_cache, return_dict=True, **arguments).logits[:, -columns:]
 
     def _scores(self, tokens: Tensor, logits: Tensor) -> Scores:
         """Returns the scores of tokens `[rows, columns]` under logits `[rows, columns, vocabulary_size]`."""
@@ -87,3 +234,11 @@ class TokenScorer:
             return Scores(log_probs, None)
         everything = logits - norms
         return Scores(log_probs, -(everything.exp() * everything).sum(dim=-1))
+
+
+def _present(scores: Scores) -> list[Tensor]:
+    return [values for values in scores if values is not None]
+
+
+def _repeated(values: Tensor | None, times: int) -> Tensor | None:
+    return None if values is None else values.repeat_interleave(times, dim=0)

@@ -1,4 +1,4 @@
-"""Groups of rows with a common beginning, in buckets that take a forward together: what `token_log_probs` computes once.
+"""Rows with a common beginning, and buckets of such groups that take their forwards together, for `token_log_probs`.
 
 Rows may be in any order, and a beginning may end in the prompt or in the completions. Padding on the left belongs to a
 row: rows that begin in different columns have nothing in common.
@@ -9,7 +9,6 @@ Tests: tests/optimizer/transformers/test_row_buckets.py
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -72,17 +71,15 @@ def buckets_sync(input_ids: Tensor, mask: Tensor, gains: Callable[[int], bool]) 
 
 def _merged(groups: list[Bucket], gains: Callable[[int], bool]) -> list[Bucket]:
     """Merges groups of one size if what they have in common beyond the shortest beginning is worth no forward."""
-    buckets = []
-    by_size = attrgetter("rows_per_group")
-    for _, of_one_size in groupby(sorted(groups, key=lambda group: (by_size(group), group.split)), by_size):
-        merged, lost = next(of_one_size), 0
-        for group in of_one_size:
-            lost += (group.split - merged.split) * (len(group.rows) - 1)
-            if gains(lost):
-                buckets.append(merged)
-                merged, lost = group, 0
-            else:
-                rows, end = merged.rows + group.rows, max(merged.end, group.end)
-                merged = Bucket(rows, merged.groups + 1, merged.split, end)
-        buckets.append(merged)
+    buckets: list[Bucket] = []
+    lost = 0
+    for group in sorted(groups, key=attrgetter("rows_per_group", "split")):
+        merged = buckets[-1] if buckets else group
+        lost += (group.split - merged.split) * (len(group.rows) - 1)
+        if merged is group or merged.rows_per_group != group.rows_per_group or gains(lost):
+            buckets.append(group)
+            lost = 0
+        else:
+            rows, end = merged.rows + group.rows, max(merged.end, group.end)
+            buckets[-1] = Bucket(rows, merged.groups + 1, merged.split, end)
     return buckets

@@ -1,12 +1,12 @@
 """`fastgen.token_log_probs`: log-probabilities of completions, as trainers need them, with gradients.
 
-    beginning of a group ──> keys and values, with their graph ──> rests of the group's rows ──> log-probabilities
-    [groups, s]              [groups, H_kv, s, D]                  [groups * M, T - s]           [groups * M, columns]
+    beginnings of groups ──> keys and values, with their graph ──> rests of all rows ──> log-probabilities
+    [groups, s]              [groups, H_kv, s, D]                  [rows, T - s]         [rows, columns]
 
-Rows with a common beginning are a group; groups of equal size are a bucket, and take two forwards together. Columns stay
+Rows with a common beginning are a group, and groups of one size take two forwards together (`Bucket`). Columns stay
 where they are, so that positions are those of a forward of all rows. Autograd records both forwards: a beginning's keys
-get the sum of the gradients of all rows that attend to them. Rows in no group, and calls that cannot be shared, take one
-forward of the rows as they are.
+get the sum of the gradients of all rows that attend to them. Rows in no group take one forward as they are, and so do
+all rows if the model is not supported or nothing is gained.
 
 Tests: tests/optimizer/transformers/test_token_log_probs.py
 """
@@ -16,14 +16,16 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from fastgen.models.cache_names import CACHE
+from fastgen.ops.token_scores import token_scores
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.cost_model import size_of
@@ -33,12 +35,8 @@ from fastgen.optimizer.transformers import checks, prefixes
 from fastgen.optimizer.transformers.log_likelihoods import base_of
 from fastgen.optimizer.transformers.row_buckets import Bucket, buckets_sync
 
-
-class Scores(NamedTuple):
-    """Log-probabilities of tokens, and the entropies of their distributions or None; `[rows, columns]`."""
-
-    log_probs: Tensor
-    entropies: Tensor | None
+# Log-probabilities of tokens `[rows, columns]`, followed by the entropies of their distributions if they are wanted.
+Scores = list[Tensor]
 
 
 def token_log_probs(
@@ -60,8 +58,8 @@ def token_log_probs(
         else:
             scores = scorer.plain(input_ids, attention_mask, completion_length)
     hidden = (mask[:, 1:] * mask[:, :-1])[:, -completion_length:] == 0
-    log_probs, *entropies = (values.masked_fill(hidden, 0.0) for values in scores if values is not None)
-    return (log_probs, *entropies) if entropies else log_probs
+    log_probs, *entropies = (values.masked_fill(hidden, 0.0) for values in scores)
+    return (log_probs, *entropies) if entropy else log_probs
 
 
 def _check(model: Any, input_ids: Tensor, mask: Tensor, completion_length: int, temperature: float) -> None:
@@ -167,78 +165,51 @@ class TokenScorer:
 
     def plain(self, input_ids: Tensor, attention_mask: Tensor | None, columns: int) -> Scores:
         """Returns the scores of the last columns, from one forward of all rows."""
-        logits = self._logits(columns + 1, input_ids, attention_mask, use_cache=False)[:, :-1]
+        logits = self._logits(columns + 1, input_ids, attention_mask)[:, :-1]
         return self._scores(input_ids[:, -columns:], logits)
 
     def shared(self, buckets: list[Bucket], input_ids: Tensor, mask: Tensor, columns: int) -> Scores:
         """Returns the scores of the last columns, with the beginning of each group computed once."""
-        first = input_ids.shape[1] - columns  # the first column whose token is scored
-        order, parts = [], []
+        length, order = input_ids.shape[1], [row for bucket in buckets for row in bucket.rows]
+        first = length - columns  # the first column whose token is scored
+        scores = []
         for bucket in buckets:
             rows, end = torch.tensor(bucket.rows, device=input_ids.device), max(bucket.end, first + 1)
             tokens, visible = input_ids[rows, :end], mask[rows, :end]
             if bucket.split:
-                scores = self._of_groups(bucket, tokens, visible, first)
+                parts = self._of_groups(bucket, tokens, visible, first)
             else:
-                scores = [self.plain(tokens, visible, end - first)]
-            padding = [value.new_zeros(len(rows), input_ids.shape[1] - end) for value in scores[0] if value is not None]
-            parts.append(
-                [torch.cat([*values, hidden], dim=1) for *values, hidden in zip(*map(_present, scores), padding)]
-            )
-            order += bucket.rows
+                parts = [self.plain(tokens, visible, end - first)]
+            scores.append([functional.pad(torch.cat(values, dim=1), (0, length - end)) for values in zip(*parts)])
         places = torch.tensor(order, device=input_ids.device).argsort()
-        values = [torch.cat(values)[places] for values in zip(*parts)]
-        return Scores(values[0], values[1] if self.entropy else None)
+        return [torch.cat(values)[places] for values in zip(*scores)]
 
     def _of_groups(self, bucket: Bucket, tokens: Tensor, visible: Tensor, first: int) -> list[Scores]:
         """Returns the scores of tokens `[rows, length]` from column `first` on, in parts of consecutive columns."""
-        firsts = slice(None, None, bucket.rows_per_group)
-        split, scores = bucket.split, []
+        split, firsts = bucket.split, slice(None, None, bucket.rows_per_group)
         beginnings: Any = DynamicCache(config=self.model.config)
         beginnings.layers = [BeginningLayer(layer) for layer in beginnings.layers]
-        mask = None if bool(visible[:, :split].all()) else visible
-        columns = max(split + 1 - first, 1)
-        logits = self._logits(
-            columns, tokens[firsts, :split], None if mask is None else mask[firsts, :split], beginnings
-        )
+        mask, mask_of_rests = visible[firsts, :split], None
+        if not bool(mask.all()):  # on the left; what is hidden on the right comes after all that is scored
+            mask_of_rests = torch.cat([visible[:, :split], torch.ones_like(visible[:, split:-1])], dim=1)
+        logits = self._logits(max(split + 1 - first, 1), tokens[firsts, :split], mask, beginnings)
+        scores = []
         if split >= first:
             of_beginnings = self._scores(tokens[firsts, first : split + 1], logits)
-            scores.append(Scores(*(_repeated(values, bucket.rows_per_group) for values in of_beginnings)))
+            scores.append([values.repeat_interleave(bucket.rows_per_group, dim=0) for values in of_beginnings])
         rests: Any = DynamicCache()
         rests.layers = [RestLayer(layer, len(tokens), self.call.report.kernels) for layer in beginnings.layers]
-        if mask is not None:  # padding on the right is hidden from all tokens before it by their order
-            mask = torch.cat([visible[:, :split], torch.ones_like(visible[:, split:-1])], dim=1)
         columns = tokens.shape[1] - max(first, split + 1)
-        logits = self._logits(columns, tokens[:, split:-1], mask, rests)
+        logits = self._logits(columns, tokens[:, split:-1], mask_of_rests, rests)
         return [*scores, self._scores(tokens[:, -columns:], logits)]
 
-    def _logits(
-        self, columns: int, input_ids: Tensor, mask: Tensor | None, cache: Any = None, use_cache: bool = True
-    ) -> Tensor:
+    def _logits(self, columns: int, input_ids: Tensor, mask: Tensor | None, cache: Any = None) -> Tensor:
         """Returns the logits of the last columns, `[rows, columns, vocabulary_size]`."""
-        arguments: dict[str, Any] = {} if mask is None else {"attention_mask": mask}
-        if cache is not None:
-            arguments[CACHE] = cache
-        if "logits_to_keep" in self.accepted:
-            arguments["logits_to_keep"] = columns
-        return self.model(input_ids, use_cache=use_cache, return_dict=True, **arguments).logits[:, -columns:]
+        arguments = {prefixes.MASK: mask, CACHE: cache, "logits_to_keep": columns}
+        arguments = {name: value for name, value in arguments.items() if value is not None and name in self.accepted}
+        outputs = self.model(input_ids, use_cache=cache is not None, return_dict=True, **arguments)
+        return outputs.logits[:, -columns:]
 
     def _scores(self, tokens: Tensor, logits: Tensor) -> Scores:
         """Returns the scores of tokens `[rows, columns]` under logits `[rows, columns, vocabulary_size]`."""
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if self.temperature != 1.0:
-            logits = logits / self.temperature
-        norms = logits.logsumexp(dim=-1, keepdim=True)
-        log_probs = (logits.gather(-1, tokens[:, :, None]) - norms).squeeze(-1)
-        if not self.entropy:
-            return Scores(log_probs, None)
-        everything = logits - norms
-        return Scores(log_probs, -(everything.exp() * everything).sum(dim=-1))
-
-
-def _present(scores: Scores) -> list[Tensor]:
-    return [values for values in scores if values is not None]
-
-
-def _repeated(values: Tensor | None, times: int) -> Tensor | None:
-    return None if values is None else values.repeat_interleave(times, dim=0)
+        return token_scores(logits, tokens, self.temperature, self.entropy)

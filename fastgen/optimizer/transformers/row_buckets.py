@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fastgen.optimizer.decoding.report import Reason
+from fastgen.optimizer.decoding.report import LeaveAlone, Reason
 from fastgen.optimizer.transformers.context_groups import prefix_groups
 
 
@@ -41,15 +41,15 @@ class Bucket(NamedTuple):
         return (len(self.rows) - self.groups) * self.split
 
 
-def buckets_sync(input_ids: Tensor, mask: Tensor, gains: Callable[[int], bool]) -> tuple[list[Bucket], list[Reason]]:
-    """Returns buckets that hold all rows of `[rows, length]`; none, with reasons, if nothing is gained.
+def buckets_sync(input_ids: Tensor, mask: Tensor, gains: Callable[[int], bool]) -> list[Bucket]:
+    """Returns buckets that hold all rows of `[rows, length]`. Raises LeaveAlone if nothing is gained.
 
     gains: returns whether saving so many tokens is worth an additional forward.
     """
     tokens, visible = input_ids.cpu().numpy(), mask.cpu().numpy() != 0
     starts, ends = visible.argmax(axis=1), visible.shape[1] - visible[:, ::-1].argmax(axis=1)
     if (visible.sum(axis=1) != ends - starts).any():
-        return [], [Reason("PADDING_INSIDE", "the mask hides tokens between visible ones, or all of a row")]
+        raise LeaveAlone([Reason("PADDING_INSIDE", "the mask hides tokens between visible ones, or all of a row")])
     # The first item keeps rows apart that begin in different columns.
     rows = [[start, *row[start:end]] for row, start, end in zip(tokens, starts, ends)]
     groups, alone = [], []
@@ -60,13 +60,11 @@ def buckets_sync(input_ids: Tensor, mask: Tensor, gains: Callable[[int], bool]) 
         else:
             alone += numbers
     if not groups:
-        if len(set(map(tuple, rows))) == len(rows) == 1:
-            return [], [Reason("ONE_ROW_PER_INPUT", "one row")]
-        return [], [Reason("PREFIX_SHORT", "no rows begin with so many equal tokens that sharing them would gain")]
+        raise LeaveAlone([Reason("PREFIX_SHORT", "no rows begin with as many equal tokens as sharing them would need")])
     buckets = _merged(groups, gains)
     if alone:
         buckets.append(Bucket(alone, len(alone), 0, int(ends[alone].max())))
-    return buckets, []
+    return buckets
 
 
 def _merged(groups: list[Bucket], gains: Callable[[int], bool]) -> list[Bucket]:

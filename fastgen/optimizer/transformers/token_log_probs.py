@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -29,10 +30,13 @@ from fastgen.ops.token_scores import token_scores
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.cost_model import size_of
-from fastgen.optimizer.decoding.report import PREFILL, Reason
+from fastgen.optimizer.decoding.report import PREFILL, LeaveAlone, Reason, leave_alone_for
 from fastgen.optimizer.decoding.segmented_kv import KV, in_segments
 from fastgen.optimizer.transformers import checks, prefixes
+from fastgen.optimizer.transformers.checkpointing import checkpointing, checkpointing_modules, switched_off
+from fastgen.optimizer.transformers.checkpointing import unsupported_reasons as checkpointing_reasons
 from fastgen.optimizer.transformers.log_likelihoods import base_of
+from fastgen.optimizer.transformers.models import latent_attention
 from fastgen.optimizer.transformers.row_buckets import Bucket, buckets_sync
 
 # Log-probabilities of tokens `[rows, columns]`, followed by the entropies of their distributions if they are wanted.
@@ -52,10 +56,10 @@ def token_log_probs(
     _check(model, input_ids, mask, completion_length, temperature)
     with checks.generate_call(model, has_steps=False) as call:
         scorer = TokenScorer(call, base_of(model), temperature, entropy)
-        buckets = scorer.buckets_sync(input_ids, mask)
-        if buckets:
-            scores = scorer.shared(buckets, input_ids, mask, completion_length)
-        else:
+        try:
+            scores = scorer.shared_sync(input_ids, mask, completion_length)
+        except LeaveAlone as left_alone:
+            call.report.add_reasons(PREFILL, left_alone.reasons)
             scores = scorer.plain(input_ids, attention_mask, completion_length)
     hidden = (mask[:, 1:] * mask[:, :-1])[:, -completion_length:] == 0
     log_probs, *entropies = (values.masked_fill(hidden, 0.0) for values in scores)
@@ -117,24 +121,35 @@ class TokenScorer:
         self.call, self.model, self.temperature, self.entropy = call, model, temperature, entropy
         self.accepted = set(inspect.signature(model.forward).parameters)
 
-    def buckets_sync(self, input_ids: Tensor, mask: Tensor) -> list[Bucket]:
-        """Returns the buckets for `shared`; none if nothing is shared, with reasons in the report."""
+    def shared_sync(self, input_ids: Tensor, mask: Tensor, columns: int) -> Scores:
+        """Returns the scores of the last columns, with common beginnings computed once.
+
+        Raises LeaveAlone if nothing is gained, or the model is not supported.
+        """
+        buckets = self._buckets_sync(input_ids, mask)
+        modules = checkpointing_modules(self.model)
+        leave_alone_for(checkpointing_reasons(modules))
+        with switched_off(modules):
+            leave_alone_for(self._unsupported_reasons(input_ids.shape[1]))
+            self._report(buckets)
+            with checkpointing(modules), self._expanding_latents(modules):
+                return self._of_buckets(buckets, input_ids, mask, columns)
+
+    def _buckets_sync(self, input_ids: Tensor, mask: Tensor) -> list[Bucket]:
+        """Returns buckets with all rows. Raises LeaveAlone if nothing is gained."""
         rows, length = input_ids.shape
         gains = partial(self.call.costs.should_split_prefix, size_of(self.model, checks.KNOWN))
         self.call.set_rows(rows, rows)
-        buckets: list[Bucket] = []
         if not PATCH_SET.is_on:
-            reasons = [Reason("DISABLED", "fastgen is disabled")]
-        elif rows == 1 or not gains((rows - 1) * length):  # whatever the tokens are
-            reasons = [Reason("TOO_SMALL", "the model or the batch is too small to gain")]
-        else:
-            buckets, reasons = buckets_sync(input_ids, mask, gains)
-            reasons = reasons or self._unsupported_reasons(length)
-        self.call.report.add_reasons(PREFILL, reasons)
-        if reasons:
-            return []
-        self._report(buckets)
-        return buckets
+            raise LeaveAlone([Reason("DISABLED", "fastgen is disabled")])
+        if rows == 1 or not gains((rows - 1) * length):  # whatever the tokens are
+            raise LeaveAlone([Reason("TOO_SMALL", "the model or the batch is too small to gain")])
+        return buckets_sync(input_ids, mask, gains)
+
+    def _expanding_latents(self, modules: list[nn.Module]) -> AbstractContextManager[None]:
+        """A context in which latents in segments are expanded once; not in layers that are computed again outside."""
+        facts = self.call.facts_of(self.model, checks.KNOWN)
+        return nullcontext() if modules else latent_attention.expanding_in_parts(facts.modules.values())
 
     def _report(self, buckets: list[Bucket]) -> None:
         """Adds to the report what will be shared."""
@@ -168,8 +183,8 @@ class TokenScorer:
         logits = self._logits(columns + 1, input_ids, attention_mask)[:, :-1]
         return self._scores(input_ids[:, -columns:], logits)
 
-    def shared(self, buckets: list[Bucket], input_ids: Tensor, mask: Tensor, columns: int) -> Scores:
-        """Returns the scores of the last columns, with the beginning of each group computed once."""
+    def _of_buckets(self, buckets: list[Bucket], input_ids: Tensor, mask: Tensor, columns: int) -> Scores:
+        """Returns the scores of the last columns in the order of the rows."""
         length, order = input_ids.shape[1], [row for bucket in buckets for row in bucket.rows]
         first = length - columns  # the first column whose token is scored
         scores = []

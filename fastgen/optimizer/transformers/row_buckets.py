@@ -74,7 +74,8 @@ def _merged(groups: list[Bucket], gains: Callable[[int], bool]) -> list[Bucket]:
     for group in sorted(groups, key=attrgetter("rows_per_group", "split")):
         merged = buckets[-1] if buckets else group
         lost += (group.split - merged.split) * (len(group.rows) - 1)
-        if merged is group or merged.rows_per_group != group.rows_per_group or gains(lost):
+        is_alike = merged is not group and merged.rows_per_group == group.rows_per_group
+        if not is_alike or (lost and gains(lost)):
             buckets.append(group)
             lost = 0
         else:

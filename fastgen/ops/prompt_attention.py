@@ -13,13 +13,16 @@ Tests: tests/ops/test_prompt_attention.py
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fastgen.ops.folding import fold, unfold
+from fastgen.ops.tracing import is_transformed
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -31,11 +34,26 @@ def can_attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], 
     if not records or len(keys) != 2 or keys[0].shape[3] != values[0].shape[3]:
         return False
     rows, _, length, _ = query.shape
-    if keys[1].shape[0] != rows or keys[1].shape[2] != length or torch._C._functorch.peek_interpreter_stack():
+    if keys[1].shape[0] != rows or keys[1].shape[2] != length or is_transformed():
         return False
-    if mask is None:
-        return length == 1
-    return mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[0] in (1, rows) and mask.shape[1] == 1
+    if mask is not None and (mask.dtype != torch.bool or mask.shape[:2] not in ((1, 1), (rows, 1)) or mask.dim() != 4):
+        return False
+    return (mask is not None or length == 1) and (query.shape[1] == keys[1].shape[1] or _takes_grouped_heads())
+
+
+@functools.cache
+def _takes_grouped_heads() -> bool:
+    """Whether torch's function takes fewer heads of keys than of queries, which it does not document."""
+    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+        query, keys = torch.arange(64.0).sin().view(1, 2, 4, 8), torch.arange(32.0).cos().view(1, 1, 4, 8)
+        try:
+            gradients = []
+            for states in (keys, keys.expand(-1, 2, -1, -1)):
+                output, sums = _flash(query, states, states, is_causal=True)
+                gradients.append(_flash_backward(query, query, states, states, output, sums, 0.0, True)[1].sum(dim=1))
+        except RuntimeError:
+            return False
+        return bool(torch.allclose(*gradients, atol=1e-4))
 
 
 def structure_sync(mask: Tensor | None, query: Tensor, keys: Sequence[Tensor]) -> tuple[Tensor | None] | None:
@@ -94,7 +112,7 @@ class _PromptAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> Any:
         query, keys, values, row_keys, row_values, mask, output, sums = ctx.saved_tensors
         rows_per_prompt, heads, kv_heads = query.shape[0] // keys.shape[0], query.shape[1], keys.shape[1]

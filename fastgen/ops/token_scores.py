@@ -55,7 +55,7 @@ class _TokenScores(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, of_log_probs: Tensor, of_entropies: Tensor | None = None) -> Any:
         logits, tokens, norms, *entropies = ctx.saved_tensors
         gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)

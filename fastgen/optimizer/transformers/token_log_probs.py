@@ -88,6 +88,8 @@ class BeginningLayer(DynamicLayer):
     A layer of the model that is computed again for the backward gets the same keys and values back.
     """
 
+    is_initialized: bool
+
     def __init__(self, layer: DynamicLayer) -> None:
         super().__init__()
         self.is_sliding = layer.is_sliding
@@ -173,10 +175,15 @@ class TokenScorer:
             CACHE: cache,
         }
         facts = self.call.facts_of(self.model, checks.KNOWN)
+
+        def forward(tried: dict[str, Any]) -> None:
+            before = facts.row_tensors()
+            self.model(**tried, use_cache=True)
+            facts.row_states = of_call.row_states({2}, before) or facts.row_states
+
         with torch.no_grad():
-            return prefixes.model_reasons(
-                facts, lambda tried: self.model(**tried, use_cache=True), prefixes.CommonPrefix(2), arguments
-            )
+            reasons = prefixes.model_reasons(facts, forward, prefixes.CommonPrefix(2), arguments)
+        return reasons or facts.row_states or []
 
     def plain(self, input_ids: Tensor, attention_mask: Tensor | None, columns: int) -> Scores:
         """Returns the scores of the last columns, from one forward of all rows."""

@@ -133,7 +133,7 @@ def test_pairs_share_beginnings_that_differ_in_length(tokens):
     assert tokens[1:] == [8, 2 * 11, 14, 2 * 5] and fastgen.explain().prefix_tokens_saved == 22
 
 
-def test_groups_of_unequal_beginnings_take_their_forwards_together(tokens):
+def test_groups_of_unequal_beginnings_share_their_forwards(tokens):
     input_ids = token_ids(4, 20)
     input_ids[2, :15], input_ids[3, :14] = input_ids[0, :15], input_ids[1, :14]
     with configured(share="auto"), costs(prefill_cost=0, prefill_cost_per_module=0, saved_per_module=0):
@@ -194,7 +194,7 @@ def test_adapters_share_switched_on_and_off():
     torch.testing.assert_close(without, fastgen.token_log_probs(tiny("llama"), input_ids, mask, COLUMNS))
 
 
-def test_gradient_checkpointing_computes_layers_again_in_the_backward(tokens):
+def test_gradient_checkpointing_computes_layers_again(tokens):
     model, (input_ids, mask) = tiny("llama").train(), completions()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert_agrees(model, input_ids, mask)

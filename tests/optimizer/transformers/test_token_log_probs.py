@@ -9,7 +9,7 @@ import torch
 from architectures import ARCHITECTURES, WITHOUT_PREFIX
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from reports import is_materialized, left_alone_because
 from tiny_models import tiny, token_ids
 from torch.nn import functional
@@ -192,6 +192,17 @@ def test_adapters_share_switched_on_and_off():
     assert fastgen.explain().prefix_tokens_saved == 8 * 4
     assert (with_adapter - without).abs().max() > 1e-3
     torch.testing.assert_close(without, fastgen.token_log_probs(tiny("llama"), input_ids, mask, COLUMNS))
+
+
+@pytest.mark.parametrize("config", (PrefixTuningConfig, PromptTuningConfig))
+def test_virtual_tokens_take_the_plain_pass(config):
+    model = get_peft_model(tiny("llama"), config(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    input_ids, mask = completions()
+    log_probs = fastgen.token_log_probs(model, input_ids, mask, COLUMNS)
+    assert left_alone_because(fastgen.explain(), "UNTESTED")
+    expected = model(input_ids, attention_mask=mask).logits[:, -COLUMNS - 1 : -1].log_softmax(dim=-1)
+    expected = expected.gather(-1, input_ids[:, -COLUMNS:, None]).squeeze(-1) * mask[:, -COLUMNS:]
+    torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-5)
 
 
 def test_gradient_checkpointing_computes_layers_again(tokens):

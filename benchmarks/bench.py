@@ -34,6 +34,7 @@ KINDS = {  # and the modules that have their cases
     "fairseq": "fairseq_cases",
     **dict.fromkeys(("pipeline", "fairseq_command"), "commands"),
     "lm_eval": "lm_eval_cases",
+    "trainer": "trainer_cases",
     **dict.fromkeys(("attention", "ngram"), "ops"),
     **dict.fromkeys(("mqa", "seamless"), "stages"),
     "small": "small",

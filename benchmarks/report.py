@@ -53,7 +53,7 @@ def read(kind: str) -> list[dict[str, Any]]:
 
 def workloads(kind: str) -> dict[str, str]:
     """Returns the cases of a kind in words, in their order."""
-    module = {"fairseq": "fairseq_cases", "lm_eval": "lm_eval_cases"}.get(kind, "calls")
+    module = {"fairseq": "fairseq_cases", "lm_eval": "lm_eval_cases", "trainer": "trainer_cases"}.get(kind, "calls")
     return {name: case.workload for name, case in importlib.import_module(module).CASES[kind].items()}
 
 
@@ -216,6 +216,9 @@ def benchmark_tables() -> str:
     )
     repeated = "Prompts that the caller repeats ([rollouts.md](rollouts.md)); 32 new tokens; completions are equal."
     common = "Common prefixes are computed and stored once ([how-it-works.md](how-it-works.md)); tokens are equal."
+    passes = (
+        "Log-probabilities of completions ([rollouts.md](rollouts.md#a-training-step)); results and gradients agree."
+    )
     tasks = "Tasks with shared examples, options or samples ([rollouts.md](rollouts.md)); answers are equal."
     return "\n".join(
         [
@@ -225,6 +228,7 @@ def benchmark_tables() -> str:
             *map(mqa_section, read("mqa")),
             *section("Constrained beam search", "constrained", paragraph(constrained) + "\n"),
             *section("Repeated prompts", "rollouts", paragraph(repeated) + "\n"),
+            *section("Training steps", "trainer", paragraph(passes) + "\n"),
             *section("Prompts that begin alike", "prefix", paragraph(common) + "\n"),
             *section("lm-evaluation-harness", "lm_eval", paragraph(tasks) + "\n"),
             *map(seamless_section, read("seamless")),

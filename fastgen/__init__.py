@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Any
 
+    from torch import Tensor
+
     from fastgen.batch.generator import TextGenerator
     from fastgen.ops.prefix_trie import PrefixTrie
     from fastgen.optimizer.decoding.report import Report
@@ -45,6 +47,7 @@ __all__ = [
     "log_likelihoods",
     "reusing_prefix",
     "status",
+    "token_log_probs",
     "verify",
 ]
 __version__ = "0.1.0"
@@ -154,6 +157,34 @@ def log_likelihoods(
     from fastgen.optimizer.transformers import log_likelihoods
 
     return log_likelihoods.log_likelihoods(model, contexts, continuations, tokenizer, **options)
+
+
+def token_log_probs(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    completion_length: int,
+    temperature: float = 1.0,
+    entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Returns the log-probabilities of each row's last tokens, `[rows, completion_length]`, differentiable.
+
+        log_probs = fastgen.token_log_probs(model, input_ids, attention_mask, completion_length=64)
+
+    model: a decoder-only model of transformers. input_ids, attention_mask: int64 `[rows, length]`, prompts padded on
+    the left and completions on the right, as trainers make them; None stands for a mask of ones. completion_length: the
+    number of last columns to score, less than `length`. temperature: divides the logits. entropy: whether to return the
+    pair of log-probabilities and entropies of the same distributions. Both are float32, float64 if the model is, and 0
+    for tokens that the mask hides or that follow a hidden one.
+
+    What rows have in common at their beginning, such as the prompt of several completions, or of a chosen and a
+    rejected one, goes through the model once, forward and backward: see `explain()`. Results and gradients are those of
+    a forward of all rows, to 1e-5 in fp32.
+    """
+    _check_transformers()
+    from fastgen.optimizer.transformers import token_log_probs
+
+    return token_log_probs.token_log_probs(model, input_ids, attention_mask, completion_length, temperature, entropy)
 
 
 @contextmanager

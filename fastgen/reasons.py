@@ -16,7 +16,7 @@ CHOSEN = "Chosen: there is nothing to gain, or a switch says so"
 CODES: dict[str, dict[str, str]] = {
     CHOSEN: {
         "CAPTURE_OFF": "decode steps are not captured under `FASTGEN_CUDA_GRAPHS=off`",
-        "DISABLED": "`fastgen.log_likelihoods` shares nothing if fastgen is disabled",
+        "DISABLED": "`fastgen.log_likelihoods` and `fastgen.token_log_probs` share nothing if fastgen is disabled",
         "DRAFTS_OFF": "no drafts are checked under `FASTGEN_DRAFTS=off`",
         "ENDED_EARLY": "the call ended before a capture would have been worthwhile",
         "FEW_FRAMES": "a vocoder's input is short: oneDNN would gain nothing",
@@ -85,6 +85,7 @@ CODES: dict[str, dict[str, str]] = {
         ),
         "IMAGES": "an image or video cannot be assigned to an input or its tokens",
         "IMAGES_DIFFER": "equal rows of the prompt have different images or videos",
+        "PADDING_INSIDE": "a mask hides tokens between visible ones, or all tokens of a row",
         "ROWS_DIFFER": "the rows of an input are not equal",
         "ROWS_NOT_MULTIPLE": "the number of rows is no multiple of beams, samples or inputs",
         "SHAPES": "an operation does not support these shapes or dtypes",

@@ -39,6 +39,7 @@ CASES = {
     "fairseq/bart-batch1": (["model=tiny", "length=6", "new_tokens=4"], False),
     "pipeline/loop": (["lines=6"], False),
     "fairseq_command/command": (["lines=20"], True),
+    "trainer/grpo": (["model=llama", "groups=2", "prompt=9", "length=4"], False),
     "lm_eval/choice4": (["questions=2", "length=4", "options=2"], True),
     "attention/4-4-3-4-128-16-64": (["prompt=8"], False),
     "attention/bart-encoder": (["length=128"], False),

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fastgen.ops import few_queries, flash_attention, simd
+from fastgen.ops import few_queries, flash_attention, prompt_attention, simd
+from fastgen.ops.folding import fold, fold_mask, unfold
 from fastgen.ops.kernel import Kernel, first_supported, triton_reasons
 
 logger = logging.getLogger("fastgen")
@@ -31,42 +32,6 @@ logger = logging.getLogger("fastgen")
 FEW_QUERIES = 8
 MANY_KEYS = 256
 MOST_SCORES = 1 << 24  # computed together; 64 MB in fp32
-
-
-def fold(rows: Tensor, rows_per_copy: int, kv_heads: int) -> Tensor:
-    """Folds `[B*M, H, L, X]` to `[B, H_kv, M*G*L, X]`, where `H = H_kv * G` and `M = rows_per_copy`."""
-    row_count, heads, length, width = rows.shape
-    copies, groups = row_count // rows_per_copy, heads // kv_heads
-    if rows_per_copy == 1:
-        return rows.reshape(copies, kv_heads, groups * length, width)
-    split = rows.reshape(copies, rows_per_copy, kv_heads, groups * length, width)  # [B, M, H_kv, G*L, X]
-    return split.transpose(1, 2).reshape(copies, kv_heads, rows_per_copy * groups * length, width)
-
-
-def unfold(folded: Tensor, rows_per_copy: int, heads: int) -> Tensor:
-    """Unfolds `[B, H_kv, M*G*L, X]` to `[B*M, H, L, X]`, the inverse of `fold`."""
-    copies, kv_heads, _, width = folded.shape
-    if rows_per_copy == 1:
-        return folded.reshape(copies, heads, -1, width)
-    split = folded.reshape(copies, kv_heads, rows_per_copy, -1, width).transpose(1, 2)  # [B, M, H_kv, G*L, X]
-    return split.reshape(copies * rows_per_copy, heads, -1, width)
-
-
-def fold_mask(mask: Tensor, rows_per_copy: int, kv_heads: int, heads: int, length: int) -> Tensor:
-    """Folds a mask that broadcasts to `[B*M, H, L, S]`: the result broadcasts to scores `[B, H_kv, M*G*L, S]`."""
-    if mask.dim() < 4:
-        mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-    rows, mask_heads, mask_length, width = mask.shape
-    if rows == 1 and mask_heads == 1 and mask_length == 1:
-        return mask
-    groups = heads // kv_heads
-    copies = max(rows // rows_per_copy, 1)
-    mask = mask.expand(max(rows, rows_per_copy), mask_heads, length, width)
-    if mask_heads == 1:
-        split = mask.reshape(copies, rows_per_copy, 1, length, width)
-        split = split.expand(-1, -1, groups, -1, -1)  # [B, M, G, L, S]
-        return split.reshape(copies, 1, rows_per_copy * groups * length, width)
-    return fold(mask, rows_per_copy, kv_heads)
 
 
 def query_key_scores(query: Tensor, keys: Sequence[Tensor]) -> Tensor:
@@ -135,6 +100,20 @@ def shared_attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     kernel = first_supported(KERNELS, query.device.type, query, keys, values, attn_mask)
     return kernel.run(query, keys, values, attn_mask, scale, bounds=bounds)
+
+
+def _attend_with_gradients(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    mask: Tensor | None,
+    scale: float,
+    bounds: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    structure = prompt_attention.structure_sync(mask, query, keys)
+    if structure is None:
+        return attention_by_products(query, keys, values, mask, scale, bounds)
+    return prompt_attention.attention(query, keys, values, structure, scale)
 
 
 def _can_attend_in_triton(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None) -> bool:
@@ -225,12 +204,16 @@ def _softmax(
     """
     if attn_mask is None and one_width and _hides_nan(scores):
         hidden = ~(scores > float("-inf")).any(dim=-1, keepdim=True)
-        return scores.softmax(dim=-1, dtype=torch.float32).to(dtype).masked_fill_(hidden, 0.0), None
+        return scores.softmax(dim=-1, dtype=_softmax_dtype(scores)).to(dtype).masked_fill_(hidden, 0.0), None
     if attn_mask is not None:
         # Added as torch adds it: NaN where a hidden score is NaN or inf.
         scores += torch.where(attn_mask, 0.0, float("-inf")) if attn_mask.dtype == torch.bool else attn_mask
     hidden = scores.amax(dim=-1, keepdim=True) == float("-inf")
-    return scores.softmax(dim=-1, dtype=torch.float32).to(dtype), hidden
+    return scores.softmax(dim=-1, dtype=_softmax_dtype(scores)).to(dtype), hidden
+
+
+def _softmax_dtype(scores: Tensor) -> torch.dtype:
+    return torch.promote_types(scores.dtype, torch.float32)
 
 
 def _hides_nan(scores: Tensor) -> bool:
@@ -256,5 +239,8 @@ KERNELS = (
     _kernel("Triton", triton_reasons, _attend_in_triton, "cuda", _can_attend_in_triton),
     _kernel("C++ few queries", simd.machine_reasons, few_queries.attention, "cpu", few_queries.can_attend),
     _kernel("C++ many queries", simd.machine_reasons, flash_attention.attention, "cpu", flash_attention.can_attend),
+    _kernel(
+        "torch's flash attention, with gradients", list, _attend_with_gradients, "cpu", prompt_attention.can_attend
+    ),
     _kernel("torch", list, attention_by_products),
 )

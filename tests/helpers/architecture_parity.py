@@ -105,6 +105,10 @@ def write_table(path: Path) -> None:
         "values kept once per input. *until materialized*: the attention code of the model asks for keys in one piece,",
         "so that they are repeated for each row at the first step, and then written in place.",
         "",
+        "`fastgen.token_log_probs` computes common beginnings once, forward and backward, in all decoder-only",
+        "architectures except openai-gpt, unilm, and those with recurrent states or linear attention: mamba,",
+        "falcon_mamba, minimax, jamba, qwen3_next and recurrent_gemma take one forward of all rows.",
+        "",
         "| architecture | shared | shared by default at real size | equal tokens | largest difference of scores "
         "| left to the original |",
         "|---|---|---|---|---|---|",

@@ -27,8 +27,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastgen.ops import no_repeat_ngram as op
+from fastgen.ops.folding import fold, unfold
 from fastgen.ops.no_repeat_ngram.kernels import kernel_for
-from fastgen.ops.shared_attention import fold, query_key_scores, shared_attention, unfold, weighted_values
+from fastgen.ops.shared_attention import query_key_scores, shared_attention, weighted_values
 from fastgen.optimizer.decoding.call import add_reasons, count, current_call, settings_of
 from fastgen.optimizer.decoding.faster_forwards import has_faster_forward
 from fastgen.optimizer.decoding.model_facts import facts_of

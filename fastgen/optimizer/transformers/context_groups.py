@@ -5,7 +5,7 @@ Tests: tests/optimizer/transformers/test_log_likelihoods.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -67,17 +67,29 @@ def groups_of(contexts: list[Context], gains: Callable[[int], bool], tokens_per_
 
     gains: returns whether saving so many tokens is worth an additional forward.
     """
-    arrays = [numpy.array(context.tokens, dtype=">u4") for context in contexts]
-    # Sorted by words, so that adjacent contexts have the most in common.
-    order = sorted(range(len(contexts)), key=lambda number: arrays[number].tobytes())
-    ordered = [contexts[number] for number in order]
-    common = [_common(arrays[one], arrays[other]) for one, other in pairwise(order)]
-    groups: list[Group] = []
+    groups = prefix_groups([context.tokens for context in contexts], gains)
 
-    def rest_of(start: int, end: int, depth: int = 0) -> Group:
-        """Adds groups of `ordered[start:end]`; returns the contexts in no group, and the length of their prefix."""
-        alone, between = ordered[start:end], common[start : end - 1]
-        length = min([*between, *(len(context.tokens) - 1 for context in alone)])  # at least one token stays
+    def parts(numbers: list[int]) -> list[Context]:
+        return [part for number in numbers for part in contexts[number].parts(tokens_per_batch)]
+
+    return [(parts(group), length if len(group) > 1 and length > 1 else 0) for group, length in groups]
+
+
+def prefix_groups(rows: Sequence[Sequence[int]], gains: Callable[[int], bool]) -> list[tuple[list[int], int]]:
+    """Returns the numbers of rows in groups with a common prefix, and its length; at least one token follows it.
+
+    The last group has the rows that are in no other, and is missing if there are none. gains: as in `groups_of`.
+    """
+    arrays = [numpy.array(row, dtype=">u4") for row in rows]
+    # Sorted by words, so that adjacent rows have the most in common.
+    order = sorted(range(len(rows)), key=lambda number: arrays[number].tobytes())
+    common = [_common(arrays[one], arrays[other]) for one, other in pairwise(order)]
+    groups: list[tuple[list[int], int]] = []
+
+    def rest_of(start: int, end: int, depth: int = 0) -> tuple[list[int], int]:
+        """Adds groups of `order[start:end]`; returns the rows in no group, and the length of their prefix."""
+        alone, between = order[start:end], common[start : end - 1]
+        length = min([*between, *(len(rows[number]) - 1 for number in alone)])
         if not between or depth == MOST_GROUPS_WITHIN:
             return alone, length
         alone, least = [], min(between)
@@ -91,13 +103,8 @@ def groups_of(contexts: list[Context], gains: Callable[[int], bool], tokens_per_
                 alone += rest
         return alone, length
 
-    rest, length = rest_of(0, len(ordered))
-    groups += [(rest, length)] if rest else []
-
-    def parts(group: list[Context]) -> list[Context]:
-        return [part for context in group for part in context.parts(tokens_per_batch)]
-
-    return [(parts(group), length if len(group) > 1 and length > 1 else 0) for group, length in groups]
+    rest, length = rest_of(0, len(order))
+    return groups + ([(rest, length)] if rest else [])
 
 
 def _common(first: numpy.ndarray, second: numpy.ndarray) -> int:

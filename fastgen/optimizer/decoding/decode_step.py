@@ -167,8 +167,11 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         if (graph := self.graph) is None:
             return self.forward(self.model, self.inputs(tokens, None, size), None)
         inputs, outputs, graph = self.inputs(tokens, graph.view, size), None, graph.of_size(size)
-        left = (graph.cache.capacity - graph.cache.generated_length) // size
-        if graph.state is not GraphState.NEW or self._wants_new_graph(left):
+        uses, before = (self.most - graph.cache.generated_length) // size, self.graphs.uses_without
+        looks_back = self.call.costs.looks_back
+        wants_new = self._wants_new_graph(uses + (before[self.rows, size] if looks_back else 0))
+        before[self.rows, size] += not wants_new
+        if wants_new or graph.state is not GraphState.NEW:
             outputs = self._attempt(graph, inputs)
         return graph.function(inputs) if outputs is None else outputs
 

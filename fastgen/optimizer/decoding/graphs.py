@@ -247,7 +247,8 @@ class GraphCache:
     It decides nothing either. A call that holds `in_use` takes graphs out of `entries` and puts them back, so that
     calls with the same shapes take turns. refused: why no more graphs are captured. has_exact_lengths: whether prompts
     are never padded to a common length: on a CPU in half precision, masked padding could change which of two close
-    logits is larger. steps_without: for each number of rows, the steps of earlier calls that had too few for a graph.
+    logits is larger. steps_without: for each number of rows, the steps of earlier calls that had too few for a graph;
+    uses_without: for numbers of rows and tokens, the forwards of several tokens without one.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -257,6 +258,7 @@ class GraphCache:
         self.refused: list[Reason] = []
         self.has_exact_lengths = device.type == "cpu" and dtype not in (torch.float32, torch.float64)
         self.steps_without: Counter[int] = Counter()
+        self.uses_without: Counter[tuple[int, int]] = Counter()
         self.entries: OrderedDict[Hashable, CapturedGraph] = OrderedDict()  # the latest last
         self._state: Any = None
 

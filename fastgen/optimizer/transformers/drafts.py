@@ -99,7 +99,7 @@ class DraftedSteps:
         if step.steps == 0:
             return step.next_logits(input_ids)
         newest = self._read_sync(input_ids)
-        if step.runs_user_code:
+        if step.runs_user_code and (self.checked is not None or self.trial is not None):
             self._drop_outdated()
         if (checked := self.checked) is not None and checked.follows(newest):
             return self._take(checked)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import python_process
 import torch
+from attention_cases import check_exactness
 from python_process import run_code
 from torch import Tensor
 
@@ -92,6 +93,19 @@ def compare_nan() -> None:
     query[1] = float("nan")
     output = triton_attention.attention(query, keys, values, None, 0.2)
     assert output[1].isnan().all() and output[0].isfinite().all()
+
+
+def compare_errors() -> None:
+    """Not in bfloat16, whose products the interpreter computes from the numbers' bits."""
+    from fastgen.ops import triton_attention
+
+    for dtype, width, groups in itertools.product((torch.float32, torch.float16), (64, 80, 128, 256), (4, 8)):
+        options = {"rows": 4, "all_lengths": [(70, 130, 5)], "kinds": ["left padding"]}
+        check_exactness(triton_attention, dtype, width, groups, "cpu", **options)
+
+
+def test_grouped_heads_are_as_exact_as_torchs_attention():
+    run_alone("compare_errors", TRITON_INTERPRET="1")
 
 
 def test_triton_attention_equals_the_definition():

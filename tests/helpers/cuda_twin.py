@@ -65,6 +65,19 @@ def install(path: Path | str) -> None:
     from fastgen.ops import shared_attention  # after torch.cuda is changed
 
     shared_attention._triton_attention = lambda device: None  # its kernels need a real GPU
+    _of_torch.impl("_scaled_dot_product_flash_attention", _flash_attention, "CUDA")
+
+
+_of_torch = torch.library.Library("aten", "IMPL")
+
+
+def _flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any, scale: float | None = None
+) -> tuple[Any, ...]:
+    """Computes flash attention with the kernel of a CPU; returns output and sums, and nothing for a backward."""
+    result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, scale=scale)
+    nothing = query.new_empty(0)
+    return *result, nothing, nothing, query.shape[2], key.shape[2], nothing, nothing, nothing
 
 
 def counts(of: str) -> Counter[str]:

@@ -2,6 +2,7 @@
 
 `python cuda_twin_steps.py LIBRARY`, the compiled cuda_twin.cpp. For each loop: the library alone, fastgen with captured
 steps switched off, and with them. The numbers are those of a step: the difference of a longer call and a shorter one.
+"attention" holds the launches of a single attention.
 
 Tests: tests/optimizer/test_cuda_twin.py
 """
@@ -40,7 +41,25 @@ def main() -> None:
     calls: dict[str, Callable[[int], Any]] = {name: transformers_call(*loop) for name, loop in LOOPS.items()}
     if find_spec("fairseq"):
         calls["fairseq, beam 4"] = fairseq_call()
-    print(json.dumps({name: {way: counts(call, way) for way in WAYS} for name, call in calls.items()}))
+    steps = {name: {way: counts(call, way) for way in WAYS} for name, call in calls.items()}
+    print(json.dumps({**steps, "attention": launches_of_attention()}))
+
+
+def launches_of_attention() -> dict[str, int]:
+    """Returns what attention of 8 rows in half precision launches, to prompts of 2 inputs and generated keys."""
+    from fastgen.ops.shared_attention import attention_by_products, shared_attention
+
+    def states(*shape: int) -> torch.Tensor:
+        return torch.randn(shape).half().cuda()
+
+    query, segments, launches = states(8, 8, 1, 16), [states(2, 2, 64, 16), states(8, 2, 8, 16)], {}
+    for attention in (attention_by_products, shared_attention):
+        for _ in range(2):  # the first one checks kernels
+            before = cuda_twin.counts("launches")
+            with torch.no_grad():
+                attention(query, segments, segments, None, 0.25)
+        launches[attention.__name__] = (cuda_twin.counts("launches") - before).total()
+    return launches
 
 
 def transformers_call(name: str, kind: str, arguments: dict[str, Any]) -> Callable[[int], Any]:

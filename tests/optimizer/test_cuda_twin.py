@@ -71,6 +71,12 @@ def test_eager_steps_launch_hardly_more_than_the_library(steps, loop):
     assert steps[loop]["on"]["launches"] < 0.7 * stock
 
 
+@pytest.mark.xdist_group("cuda_twin")
+def test_without_triton_flash_attention_launches_less(steps):
+    launches = steps["attention"]
+    assert launches["shared_attention"] <= 12 < launches["attention_by_products"]
+
+
 DRY_RUN = """
 import sys, cuda_twin
 cuda_twin.install(sys.argv[1])

@@ -16,7 +16,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,36 @@ MANY_KEYS = 256
 MOST_SCORES = 1 << 24  # computed together; 64 MB in fp32
 WIDEST_IN_FLASH = 256
 LOWEST = torch.finfo(torch.float32).min
+
+
+class Bounds(NamedTuple):
+    """What a step sees of a static cache, in tensors on the device, for kernels on a GPU.
+
+    first, last: int64 `[1]`: the mask hides keys of the first segment before `first` and of the last segment after
+    `last`, which kernels may skip. ancestors: int32 `[rows, N]`: the row of the last segment's copy that has the keys
+    and values of each row and position (a table instead of a reorder); None if each row has its own.
+    """
+
+    first: Tensor
+    last: Tensor
+    ancestors: Tensor | None = None
+
+
+def follow_ancestors(segments: Sequence[Tensor], bounds: Bounds | None) -> tuple[Tensor, ...]:
+    """Returns the segments, the last one in the order of the rows, see `Bounds`."""
+    if bounds is None or bounds.ancestors is None:
+        return tuple(segments)
+    *others, last = segments
+    index = bounds.ancestors.long()[:, None, :, None].expand(last.shape)
+    return (*others, last.gather(0, index))
+
+
+def can_follow_ancestors(*states: Tensor) -> bool:
+    """Whether the kernel of steps reads such keys and values through a table; its first call must not be captured."""
+    device = states[0].device
+    if device.type != "cuda" or triton_reasons() or (kernels := _triton_attention(device)) is None:
+        return False
+    return all(each.dtype in kernels.DTYPES and each.shape[-1] <= kernels.LARGEST_WIDTH for each in states)
 
 
 def fold(rows: Tensor, rows_per_copy: int, kv_heads: int) -> Tensor:
@@ -124,18 +154,19 @@ def shared_attention(
     values: Sequence[Tensor],
     attn_mask: Tensor | None = None,
     scale: float | None = None,
-    bounds: tuple[Tensor, Tensor] | None = None,
+    bounds: Bounds | None = None,
 ) -> Tensor:
     """Returns what `scaled_dot_product_attention` returns, for keys and values in segments.
 
     query: `[rows, H, L, D]`. keys, values: one or more segments `[copies, H_kv, N, D]`, with the same copies and
     lengths. attn_mask: boolean or additive, broadcasting to `[rows, H, L, sum of N]`. scale: defaults to `D ** -0.5`.
-    bounds: (first, last), int64 `[1]` on the device: the mask hides keys of the first segment before `first` and of the
-    last segment after `last`, and kernels may skip them. Result: `[rows, H, L, D]`; zeros for queries whose scores are
-    all -inf, with or without a mask, as in torch from 2.5 on, and where torch treats NaN as hidden.
+    Result: `[rows, H, L, D]`; zeros for queries whose scores are all -inf, with or without a mask, as in torch from 2.5
+    on, and where torch treats NaN as hidden.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     kernel = first_supported(KERNELS, query.device.type, query, keys, values, attn_mask)
+    if kernel is not TRITON:
+        keys, values = follow_ancestors(keys, bounds), follow_ancestors(values, bounds)
     return kernel.run(query, keys, values, attn_mask, scale, bounds=bounds)
 
 
@@ -144,7 +175,7 @@ def _can_attend_in_triton(query: Tensor, keys: Sequence[Tensor], values: Sequenc
     return kernels is not None and kernels.can_attend(query, keys, values, mask)
 
 
-def _attend_in_triton(query: Tensor, *others: Any, bounds: tuple[Tensor, Tensor] | None) -> Tensor:
+def _attend_in_triton(query: Tensor, *others: Any, bounds: Bounds | None) -> Tensor:
     return _triton_attention(query.device).attention(query, *others, bounds)
 
 
@@ -206,7 +237,7 @@ def attention_merged(
     values: Sequence[Tensor],
     attn_mask: None,
     scale: float,
-    bounds: tuple[Tensor, Tensor] | None = None,
+    bounds: Bounds | None = None,
 ) -> Tensor:
     """Computes `shared_attention` with torch's flash attention to each segment, merged by the logarithms of its sums.
 
@@ -242,7 +273,7 @@ def attention_by_products(
     values: Sequence[Tensor],
     attn_mask: Tensor | None,
     scale: float,
-    bounds: tuple[Tensor, Tensor] | None = None,
+    bounds: Bounds | None = None,
 ) -> Tensor:
     """Computes `shared_attention` with torch's own operations."""
     rows, heads, length, width = query.shape
@@ -315,8 +346,9 @@ def _gives_zeros_for_nan(keys: int, dtype: torch.dtype, flash: bool) -> bool:
 
 _COUNTED_AS = ("scaled_dot_product_attention", "matmul", "shared_attention")
 _kernel = functools.partial(Kernel, task="rows that share keys and values", counted_as=_COUNTED_AS)
+TRITON = _kernel("Triton", triton_reasons, _attend_in_triton, "cuda", _can_attend_in_triton)
 KERNELS = (
-    _kernel("Triton", triton_reasons, _attend_in_triton, "cuda", _can_attend_in_triton),
+    TRITON,
     _kernel("flash attention, merged", gpu_reasons, attention_merged, "cuda", _can_merge),
     _kernel("C++ few queries", simd.machine_reasons, few_queries.attention, "cpu", few_queries.can_attend),
     _kernel("C++ many queries", simd.machine_reasons, flash_attention.attention, "cpu", flash_attention.can_attend),

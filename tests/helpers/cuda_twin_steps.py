@@ -1,16 +1,16 @@
 """Prints as JSON what the steps of decoding loops launch on a GPU, and how often the host waits, counted on the twin.
 
 `python cuda_twin_steps.py LIBRARY`, the compiled cuda_twin.cpp. For each loop: the library alone, fastgen with captured
-steps switched off, and with them. The numbers are those of a step: the difference of a longer call and a shorter one.
-"attention" holds the launches of a single attention.
+steps switched off, with them, and with them and one kernel for attention. The numbers are those of a step: the
+difference of a longer call and a shorter one. "attention" holds the launches of a single attention.
 
 Tests: tests/optimizer/test_cuda_twin.py
 """
 
 import json
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,13 +20,29 @@ from reports import capturing
 from tiny_models import tiny
 
 import fastgen
+from fastgen.optimizer.decoding import graphs
 
 SHORT, LONG = 40, 60
 WAYS: dict[str, Callable[[], AbstractContextManager]] = {
     "stock": fastgen.disabled,
     "off": lambda: capturing("off", smallest_capacity=128),
     "on": lambda: capturing("on", smallest_capacity=128),
+    "kernel": lambda: attending_in_one_kernel(),
 }
+
+
+@contextmanager
+def attending_in_one_kernel() -> Iterator[None]:
+    """Captures steps anew, with one kernel in the place of fastgen's attention in Triton."""
+    graphs._graph_caches.clear()
+    cuda_twin.attend_in_one_kernel(True)
+    try:
+        with capturing("on", smallest_capacity=128):
+            yield
+    finally:
+        cuda_twin.attend_in_one_kernel(False)
+
+
 LOOPS = {
     "BART, beam 4": ("bart", "seq2seq", {"num_beams": 4}),
     "Llama, beam 4": ("llama", "causal", {"num_beams": 4}),

@@ -74,6 +74,7 @@ def compare_all() -> None:
 def compare_bounds() -> None:
     """Keys and values outside of the bounds are not read."""
     from fastgen.ops import triton_attention
+    from fastgen.ops.shared_attention import Bounds
 
     query, keys, values, _ = case("prompt and generated", torch.float32)
     mask = torch.zeros(1, 1, 1, 47, dtype=torch.bool)
@@ -81,8 +82,27 @@ def compare_bounds() -> None:
     expected = attention_by_products(query, keys, values, mask, 0.2)
     for part in (keys[1], values[1]):
         part[:, :, 4:] = float("nan")
-    output = triton_attention.attention(query, keys, values, mask, 0.2, (torch.tensor([5]), torch.tensor([3])))
+    output = triton_attention.attention(query, keys, values, mask, 0.2, Bounds(torch.tensor([5]), torch.tensor([3])))
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+
+
+def compare_ancestors() -> None:
+    """A table of ancestors reads what rows in their order hold."""
+    from fastgen.ops import triton_attention
+    from fastgen.ops.shared_attention import Bounds, follow_ancestors
+
+    for name in ("prefix too", "positions, another width of values", "width 80"):
+        query, keys, values, mask = case(name, torch.float32)
+        rows, _, length, _ = keys[-1].shape
+        table = torch.randint(0, rows, (rows, length), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+        bounds = Bounds(torch.tensor([0]), torch.tensor([length - 1]), table)
+        expected_keys, expected_values = follow_ancestors(keys, bounds), follow_ancestors(values, bounds)
+        for row, position in ((0, 0), (rows - 1, length - 1)):
+            ancestor = int(table[row, position])
+            assert torch.equal(expected_keys[-1][row, :, position], keys[-1][ancestor, :, position])
+        expected = attention_by_products(query, expected_keys, expected_values, mask, 0.2)
+        output = triton_attention.attention(query, keys, values, mask, 0.2, bounds)
+        torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5, msg=name)
 
 
 def compare_nan() -> None:
@@ -109,7 +129,7 @@ def test_grouped_heads_are_as_exact_as_torchs_attention():
 
 
 def test_triton_attention_equals_the_definition():
-    run_alone("compare_all", "compare_bounds", "compare_nan", TRITON_INTERPRET="1")
+    run_alone("compare_all", "compare_bounds", "compare_ancestors", "compare_nan", TRITON_INTERPRET="1")
 
 
 def compile_all() -> None:
@@ -120,15 +140,22 @@ def compile_all() -> None:
     from fastgen.ops import triton_attention
 
     kernel = triton_attention._add_up
-    shapes = (("fp16", 64, 16), ("bf16", 128, 64), ("fp16", 256, 32), ("fp32", 128, 16))
-    for architecture, (dtype, width, tile) in itertools.product((80, 90, 100), shapes):
+    shapes = [("fp16", 64, 16, False), ("bf16", 128, 64, False), ("fp16", 256, 32, False), ("fp32", 128, 16, False)]
+    shapes += [("bf16", 128, 16, True), ("fp16", 256, 16, True)]  # a tile of the heads of one row
+    for architecture, (dtype, width, tile, follows) in itertools.product((80, 90, 100), shapes):
         torch_type = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
         constants = {"WIDTH": width, "VALUE_WIDTH": width, "GROUPS": 4, "MASK": 2, "ONE_MASK": False, "TILE": tile}
-        constants |= {"HAS_FIRST": True, "HAS_LAST": True, "WIDTH_2": width, "VALUE_WIDTH_2": width}
+        constants |= {
+            "HAS_FIRST": True,
+            "HAS_LAST": True,
+            "HAS_ANCESTORS": follows,
+            "WIDTH_2": width,
+            "VALUE_WIDTH_2": width,
+        }
         tuning = triton_attention._tuning(tile, width, torch_type)
         options = {"num_warps": tuning.pop("num_warps")}
         types = dict.fromkeys(("query", "keys", "values"), f"*{dtype}") | dict.fromkeys(("sums", "maxima"), "*fp32")
-        types |= {"mask": "*u8", "first_key": "*i64", "last_key": "*i64", "scale": "fp32"}
+        types |= {"mask": "*u8", "ancestors": "*i32", "first_key": "*i64", "last_key": "*i64", "scale": "fp32"}
         constants |= tuning
         signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
         aligned = [
@@ -148,7 +175,7 @@ def compile_all() -> None:
         used = resources(binary.asm["ptx"], architecture)
         spilled = [int(number) for number in re.findall(r"(\d+) bytes spill", used)]
         most = 32 if architecture == 80 else 0  # 16 and 32 bytes of 255 registers, for one of these shapes
-        assert max(spilled) <= most, (architecture, dtype, width, used)
+        assert max(spilled) <= most, (architecture, dtype, width, follows, used)
 
 
 def resources(ptx: str, architecture: int) -> str:

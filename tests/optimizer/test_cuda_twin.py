@@ -73,7 +73,7 @@ def test_the_host_waits_for_no_captured_step(steps, loop):
 def test_eager_steps_launch_hardly_more_than_the_library(steps, loop):
     stock = steps[loop]["stock"]["launches"]
     assert stock > 100 and steps[loop]["off"]["launches"] <= 1.1 * stock
-    assert steps[loop]["on"]["launches"] < 0.7 * stock
+    assert steps[loop]["on"]["launches"] < 0.6 * stock
 
 
 @pytest.mark.xdist_group("cuda_twin")

@@ -17,10 +17,12 @@ HAS_FAIRSEQ = find_spec("fairseq") is not None
 LOOPS = ["BART, beam 4", "Llama, beam 4", "Llama, 16 samples", "Llama, greedy"] + ["fairseq, beam 4"] * HAS_FAIRSEQ
 
 # Left out: whatever a GPU rounds otherwise than a CPU or the twin does not have, and models that other tests cover.
-FILES = ["test_captured_steps_cuda.py"] + ["test_fairseq_parity_cuda.py"] * HAS_FAIRSEQ
+FILES = ["test_captured_steps_cuda.py", "test_parity_cuda.py"] + ["test_fairseq_parity_cuda.py"] * HAS_FAIRSEQ
 LEFT_OUT = "outlives or half or allocator or second_gpu or ancestors or tokens_of and (gpt2 or t5 or whisper)"
 TESTS = f"captured_steps and not ({LEFT_OUT}) or hypotheses_of_cuda_graphs"
 IN_ONE_KERNEL = "ancestors or (beams and tokens_of and (llama or bart)) or hypotheses_of_cuda_graphs"
+ARCHITECTURES = "test_fp32_tokens_and_scores"  # the twin refuses tensors of a CPU among a GPU's
+RUNS = {"torch": (TESTS, 30, "0"), "kernel": (IN_ONE_KERNEL, 5, "1"), "architectures": (ARCHITECTURES, 90, "0")}
 
 pytestmark = [
     needs_compiler,
@@ -47,10 +49,9 @@ def steps(library, tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    ("tests", "count", "kernels"), [(TESTS, 30, "0"), (IN_ONE_KERNEL, 5, "1")], ids=["torch", "kernel"]
-)
-def test_the_tests_of_a_gpu_pass_on_its_twin(library, tests, count, kernels):
+@pytest.mark.parametrize("run", ["torch", "kernel", pytest.param("architectures", marks=pytest.mark.slow)])
+def test_the_tests_of_a_gpu_pass_on_its_twin(library, run):
+    tests, count, kernels = RUNS[run]
     files = [str(REPOSITORY / "tests" / "gpu" / name) for name in FILES]
     environment = {"OMP_NUM_THREADS": "1", "FASTGEN_STRICT": "1", "CUDA_TWIN": str(library)}
     plugins = ("-p", "cuda_twin", "-p", "no:cacheprovider")

@@ -5,9 +5,10 @@ import itertools
 import torch
 from hypothesis import strategies as st
 from torch.nn import functional
+from torch.utils._pytree import tree_map
 
 from fastgen.ops.kernel import tolerance
-from fastgen.ops.shared_attention import attention_by_products
+from fastgen.ops.shared_attention import Bounds, attention_by_products, follow_ancestors
 
 ALL_WIDTHS = (1, 3, 8, 16, 20, 33, 64, 72, 80, 128)
 # Rows for each copy of a segment, the first segment's first: each is a multiple of the next.
@@ -99,3 +100,22 @@ def check_exactness(
         error, torchs_error = ((result - expected).norm() / expected.norm() for result in (output, torchs))
         most = 1e-5 if dtype == torch.float32 else 1.1 * torchs_error + 1e-5
         assert error <= most, (dtype, width, groups, lengths, kind, error, torchs_error)
+
+
+def check_ancestors(kernel, dtype, mask, device):
+    """Compares attention through a table of ancestors with attention to keys and values that were moved."""
+    case = random_case((4, 2, 1), (30, 20, 70), 2, 2, 1, 32, 16, mask, dtype)
+    query, keys, values, mask = (
+        tree_map(lambda states: None if states is None else states.to(device), part) for part in case
+    )
+    rows, _, length, _ = keys[-1].shape
+    table = torch.randint(0, rows, (rows, length), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+    bounds = Bounds(torch.tensor([0], device=device), torch.tensor([length - 1], device=device), table.to(device))
+    moved_keys, moved_values = follow_ancestors(keys, bounds), follow_ancestors(values, bounds)
+    for row, position in ((0, 0), (rows - 1, length - 1)):
+        assert torch.equal(moved_keys[-1][row, :, position], keys[-1][int(table[row, position]), :, position])
+    with torch.no_grad():
+        output = kernel.attention(query, keys, values, mask, 0.2, bounds)
+        expected = kernel.attention(query, moved_keys, moved_values, mask, 0.2, bounds._replace(ancestors=None))
+    assert not torch.equal(output, kernel.attention(query, keys, values, mask, 0.2))
+    torch.testing.assert_close(output, expected, rtol=tolerance("product", dtype), atol=tolerance("product", dtype))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import python_process
 import torch
-from attention_cases import check_exactness
+from attention_cases import check_ancestors, check_exactness
 from python_process import run_code
 from torch import Tensor
 
@@ -87,22 +87,10 @@ def compare_bounds() -> None:
 
 
 def compare_ancestors() -> None:
-    """A table of ancestors reads what rows in their order hold."""
     from fastgen.ops import triton_attention
-    from fastgen.ops.shared_attention import Bounds, follow_ancestors
 
-    for name in ("prefix too", "positions, another width of values", "width 80"):
-        query, keys, values, mask = case(name, torch.float32)
-        rows, _, length, _ = keys[-1].shape
-        table = torch.randint(0, rows, (rows, length), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
-        bounds = Bounds(torch.tensor([0]), torch.tensor([length - 1]), table)
-        expected_keys, expected_values = follow_ancestors(keys, bounds), follow_ancestors(values, bounds)
-        for row, position in ((0, 0), (rows - 1, length - 1)):
-            ancestor = int(table[row, position])
-            assert torch.equal(expected_keys[-1][row, :, position], keys[-1][ancestor, :, position])
-        expected = attention_by_products(query, expected_keys, expected_values, mask, 0.2)
-        output = triton_attention.attention(query, keys, values, mask, 0.2, bounds)
-        torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5, msg=name)
+    for dtype, mask in ((torch.float32, None), (torch.float32, "added"), (torch.float16, "bool")):
+        check_ancestors(triton_attention, dtype, mask, "cpu")
 
 
 def compare_nan() -> None:

@@ -71,7 +71,7 @@ def attention(
     values: Sequence[Tensor],
     mask: Tensor | None,
     scale: float,
-    bounds: tuple[Tensor, Tensor] | None = None,
+    bounds: object = None,
 ) -> Tensor:
     """Computes `shared_attention` for at most `MOST_QUERIES` queries per copy, see `can_attend`; ignores `bounds`."""
     if torch._C._len_torch_dispatch_stack():

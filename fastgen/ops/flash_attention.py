@@ -55,7 +55,7 @@ def attention(
     mask: Tensor | None,
     scale: float,
     is_causal: bool = False,
-    bounds: tuple[Tensor, Tensor] | None = None,
+    bounds: object = None,
 ) -> Tensor:
     """Computes `shared_attention`, see `can_attend`; ignores `bounds`.
 

@@ -2,8 +2,8 @@
 
 The trie is one sorted array. Nodes are numbered level by level from the root, 0. The edge from `node` with `token` has
 the key `node * width + token`, where all tokens are below `width`, and edge e leads to node e + 1. So the tokens that
-may follow a node are a slice of the array. A binary search finds it for all rows together, from the rows' tokens alone,
-with no state between steps.
+may follow a node are a slice of the array. A binary search finds it for all rows together, from the rows' tokens alone.
+The last call's nodes are stored with their tokens: rows that continue these by one token walk one edge, in any order.
 
 Tests: tests/ops/test_prefix_trie.py
 """
@@ -30,6 +30,11 @@ MAGIC = b"fgtrie02"
 HEAD = 16
 # The array begins with the width and the number of edges.
 FIRST_KEY = 2
+
+# Nodes are carried to the next step if they save a walk of so many edges, for at most so many comparisons of tokens.
+SHORTEST_WALK = 3
+MOST_COMPARED = {"cpu": 1 << 18}  # elsewhere they cost hardly more than the launch
+MOST_COMPARED_ELSEWHERE = 1 << 24
 
 # Tokens have 31 bits, so that the keys of any trie that fits into memory have fewer than 63.
 LIMIT = 2**31
@@ -121,6 +126,7 @@ class PrefixTrie:
         self._array = array
         self._width, self._edges = int(array[0]), int(array[1])
         self._on_devices: dict[torch.device, Tensor] = {}
+        self._walked: tuple[Tensor, Tensor] | None = None  # the last call's tokens, and the node of each row
 
     def __repr__(self) -> str:
         return (
@@ -144,7 +150,7 @@ class PrefixTrie:
         if not isinstance(ignored, int) or ignored < 0:
             raise ValueError(f"ignored is {ignored!r} (supported: an integer, 0 or more)")
         trie = type(self).__new__(type(self))
-        vars(trie).update(vars(self), ignored=ignored)  # with the copies on other devices
+        vars(trie).update(vars(self), ignored=ignored, _walked=None)  # with the copies on other devices
         return trie
 
     def __call__(self, batch_id: int, input_ids: Tensor) -> list[int]:
@@ -159,8 +165,7 @@ class PrefixTrie:
         """
         table = self._table(input_ids.device)
         keys = table[: self._edges]
-        self._check_beginnings_sync(input_ids, keys)
-        nodes = self._nodes(input_ids, keys)
+        nodes = self._nodes_sync(input_ids, keys)
         first = torch.searchsorted(keys, nodes * self._width)
         end = torch.searchsorted(keys, (nodes + 1) * self._width)
         is_dead = first == end
@@ -170,22 +175,46 @@ class PrefixTrie:
         before = (counts.cumsum(0) - counts)[rows]
         return rows, table[first[rows] + torch.arange(len(rows), device=table.device) - before] % self._width
 
-    def _nodes(self, input_ids: Tensor, keys: Tensor) -> Tensor:
+    def _nodes_sync(self, input_ids: Tensor, keys: Tensor) -> Tensor:
         """Returns the node that each row has reached, `[rows]`; -1, which has no children, for rows not in the trie."""
-        nodes = torch.zeros(input_ids.shape[0], dtype=torch.int64, device=keys.device)
-        for tokens in input_ids[:, self.ignored :].unbind(1):
-            wanted = nodes * self._width + tokens
+        tokens = input_ids[:, self.ignored :]
+        nodes = self._carried_sync(tokens)
+        if nodes is None:
+            self._check_beginnings_sync(input_ids, keys)
+            nodes = self._walk(tokens.new_zeros(len(tokens), dtype=torch.int64), tokens, keys)
+        else:
+            nodes = self._walk(nodes, tokens[:, -1:], keys)
+        self._walked = tokens.clone(), nodes
+        return nodes
+
+    def _carried_sync(self, tokens: Tensor) -> Tensor | None:
+        """Returns the node of each row before its last token, `[rows]`, if all are rows of the last call; else None."""
+        if (last := self._walked) is None:  # read once: another thread may replace it
+            return None
+        before, (walked, nodes) = tokens[:, :-1], last
+        most = MOST_COMPARED.get(before.device.type, MOST_COMPARED_ELSEWHERE)
+        if before.shape[1] < SHORTEST_WALK or len(walked) * before.numel() > most:
+            return None
+        if before.shape[1] != walked.shape[1] or before.device != walked.device:
+            return None
+        is_walked, row = (before[:, None] == walked).all(dim=2).max(dim=1)
+        return nodes[row] if bool(is_walked.all()) else None
+
+    def _walk(self, nodes: Tensor, tokens: Tensor, keys: Tensor) -> Tensor:
+        """Returns the nodes that are reached from `nodes`, `[rows]`, with tokens `[rows, count]`."""
+        for next_tokens in tokens.unbind(1):
+            wanted = nodes * self._width + next_tokens
             edges = torch.searchsorted(keys, wanted).clamp_(max=self._edges - 1)
             # An invalid token, or a row without a node, could make the key of another edge.
-            has_edge = (keys[edges] == wanted) & (nodes >= 0) & (tokens >= 0) & (tokens < self._width)
-            nodes = torch.where(has_edge, edges + 1, -1)
+            is_token = (next_tokens >= 0) & (next_tokens < self._width)
+            nodes = torch.where((keys[edges] == wanted) & (nodes >= 0) & is_token, edges + 1, -1)
         return nodes
 
     def _check_beginnings_sync(self, input_ids: Tensor, keys: Tensor) -> None:
         """Raises ValueError if a row begins with a token that begins no output: its outputs would be empty."""
         if self.ignored or not input_ids.shape[1]:
             return
-        is_out = self._nodes(input_ids[:, :1], keys) < 0
+        is_out = self._walk(torch.zeros_like(input_ids[:, 0]), input_ids[:, :1], keys) < 0
         if is_out.any():
             raise ValueError(
                 f"PrefixTrie: no output begins with token {int(input_ids[is_out, 0][0])}, as a row does (supported: "
@@ -200,7 +229,7 @@ class PrefixTrie:
         return self._on_devices[device]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_on_devices": {}}
+        return {**vars(self), "_on_devices": {}, "_walked": None}
 
 
 def _checksum(array: np.ndarray) -> bytes:

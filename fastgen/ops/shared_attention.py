@@ -14,9 +14,9 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,13 +25,45 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fastgen.ops import few_queries, flash_attention, prompt_attention, simd
 from fastgen.ops.folding import fold, fold_mask, unfold
-from fastgen.ops.kernel import Kernel, first_supported, triton_reasons
+from fastgen.ops.kernel import Kernel, first_supported, gpu_reasons, triton_reasons
 
 logger = logging.getLogger("fastgen")
 
 FEW_QUERIES = 8
 MANY_KEYS = 256
 MOST_SCORES = 1 << 24  # computed together; 64 MB in fp32
+WIDEST_IN_FLASH = 256
+LOWEST = torch.finfo(torch.float32).min
+
+
+class Bounds(NamedTuple):
+    """What a step sees of a static cache, in tensors on the device, for kernels on a GPU.
+
+    first, last: int64 `[1]`: the mask hides keys of the first segment before `first` and of the last segment after
+    `last`, which kernels may skip. ancestors: int32 `[rows, N]`: the row of the last segment's copy that has the keys
+    and values of each row and position (a table instead of a reorder); None if each row has its own.
+    """
+
+    first: Tensor
+    last: Tensor
+    ancestors: Tensor | None = None
+
+
+def follow_ancestors(segments: Sequence[Tensor], bounds: Bounds | None) -> tuple[Tensor, ...]:
+    """Returns the segments, the last one in the order of the rows, see `Bounds`."""
+    if bounds is None or bounds.ancestors is None:
+        return tuple(segments)
+    *others, last = segments
+    index = bounds.ancestors.long()[:, None, :, None].expand(last.shape)
+    return (*others, last.gather(0, index))
+
+
+def can_follow_ancestors(*states: Tensor) -> bool:
+    """Whether the kernel of steps reads such keys and values through a table; its first call must not be captured."""
+    device = states[0].device
+    if device.type != "cuda" or triton_reasons() or (kernels := _triton_attention(device)) is None:
+        return False
+    return all(each.dtype in kernels.DTYPES and each.shape[-1] <= kernels.LARGEST_WIDTH for each in states)
 
 
 def query_key_scores(query: Tensor, keys: Sequence[Tensor]) -> Tensor:
@@ -87,18 +119,19 @@ def shared_attention(
     values: Sequence[Tensor],
     attn_mask: Tensor | None = None,
     scale: float | None = None,
-    bounds: tuple[Tensor, Tensor] | None = None,
+    bounds: Bounds | None = None,
 ) -> Tensor:
     """Returns what `scaled_dot_product_attention` returns, for keys and values in segments.
 
     query: `[rows, H, L, D]`. keys, values: one or more segments `[copies, H_kv, N, D]`, with the same copies and
     lengths. attn_mask: boolean or additive, broadcasting to `[rows, H, L, sum of N]`. scale: defaults to `D ** -0.5`.
-    bounds: (first, last), int64 `[1]` on the device: the mask hides keys of the first segment before `first` and of the
-    last segment after `last`, and kernels may skip them. Result: `[rows, H, L, D]`; zeros for queries whose scores are
-    all -inf, with or without a mask, as in torch from 2.5 on, and where torch treats NaN as hidden.
+    Result: `[rows, H, L, D]`; zeros for queries whose scores are all -inf, with or without a mask, as in torch from 2.5
+    on, and where torch treats NaN as hidden.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     kernel = first_supported(KERNELS, query.device.type, query, keys, values, attn_mask)
+    if kernel is not TRITON:
+        keys, values = follow_ancestors(keys, bounds), follow_ancestors(values, bounds)
     return kernel.run(query, keys, values, attn_mask, scale, bounds=bounds)
 
 
@@ -108,7 +141,7 @@ def _attend_with_gradients(
     values: Sequence[Tensor],
     mask: Tensor | None,
     scale: float,
-    bounds: tuple[Tensor, Tensor] | None,
+    bounds: Bounds | None,
 ) -> Tensor:
     structure = prompt_attention.structure_sync(mask, query, keys)
     if structure is None:
@@ -121,7 +154,7 @@ def _can_attend_in_triton(query: Tensor, keys: Sequence[Tensor], values: Sequenc
     return kernels is not None and kernels.can_attend(query, keys, values, mask)
 
 
-def _attend_in_triton(query: Tensor, *others: Any, bounds: tuple[Tensor, Tensor] | None) -> Tensor:
+def _attend_in_triton(query: Tensor, *others: Any, bounds: Bounds | None) -> Tensor:
     return _triton_attention(query.device).attention(query, *others, bounds)
 
 
@@ -133,7 +166,7 @@ def _triton_attention(device: torch.device) -> Any:
     """
     try:
         kernels = import_module("fastgen.ops.triton_attention")
-        if not _are_right(kernels, device):
+        if not _are_right(kernels.attention, device):
             raise RuntimeError("the results of a small case differ from torch's")
         return kernels
     except Exception as error:  # Triton needs a C compiler, and raises what its driver raises
@@ -141,15 +174,76 @@ def _triton_attention(device: torch.device) -> Any:
         return None
 
 
-def _are_right(kernels: Any, device: torch.device) -> bool:
-    """Whether these kernels agree with torch's products in a small case, without random numbers."""
+def _are_right(attention: Callable[..., Tensor], device: torch.device) -> bool:
+    """Whether this attention agrees with torch's products in a small case, without random numbers."""
     with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
         sizes = (4, 4, 1, 32), (2, 2, 40, 32), (4, 2, 7, 32)
         query, *segments = (torch.arange(math.prod(size), device=device).sin().half().view(size) for size in sizes)
         exact = [segment.float() for segment in segments]
         expected = attention_by_products(query.float(), exact, exact, None, 0.2)
-        output = kernels.attention(query, segments, segments, None, 0.2).float()
+        output = attention(query, segments, segments, None, 0.2).float()
     return bool(torch.allclose(output, expected, atol=0.01, rtol=0.01))
+
+
+def _can_merge(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None) -> bool:
+    """Whether flash attention supports these arguments on a GPU, and is right: it takes no mask."""
+    width = query.shape[3]
+    if mask is not None or len(keys) == 1 or query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if (
+        width % 8
+        or width > WIDEST_IN_FLASH
+        or width != values[0].shape[3]
+        or not torch.backends.cuda.flash_sdp_enabled()
+    ):
+        return False
+    return few_queries.are_plain(query, keys, values) and _is_merged_right(query.device)
+
+
+@functools.cache
+def _is_merged_right(device: torch.device) -> bool:
+    """Whether torch's flash attention runs on this device, and its sums merge to what torch's products give."""
+    try:
+        return torch.cuda.get_device_capability(device) >= (8, 0) and _are_right(attention_merged, device)
+    except RuntimeError as error:  # a build of torch without flash attention
+        logger.info("fastgen attends without flash attention on %s: %s", device, error)
+        return False
+
+
+def attention_merged(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    attn_mask: None,
+    scale: float,
+    bounds: Bounds | None = None,
+) -> Tensor:
+    """Computes `shared_attention` with torch's flash attention to each segment, merged by the logarithms of its sums.
+
+    Without a mask there are no hidden positions, which bounds would tell. Scores are never rounded to half precision.
+    """
+    rows, heads = query.shape[:2]
+    outputs, sums = [], []
+    for segment, its_values in zip(keys, values):
+        rows_per_copy = rows // segment.shape[0]
+        output, logsumexp = _flash_attention(fold(query, rows_per_copy, segment.shape[1]), segment, its_values, scale)
+        outputs.append(unfold(output, rows_per_copy, heads))
+        sums.append(unfold(logsumexp[..., None], rows_per_copy, heads))
+    # Flash attention returns infinity and zeros for a query whose scores are all -inf.
+    weights = torch.stack(sums).nan_to_num_(torch.nan, LOWEST, LOWEST).softmax(dim=0)  # [segments, rows, H, L, 1]
+    result = outputs[0] * weights[0]
+    for output, weight in zip(outputs[1:], weights[1:]):
+        result.addcmul_(output, weight)
+    return result.to(query.dtype)
+
+
+def _flash_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Returns torch's flash attention, and the logarithms of the sums of its weights, fp32 `[copies, H, L]`."""
+    aten: Any = torch.ops.aten
+    is_cpu = query.device.type == "cpu"  # in tests
+    attention = aten._scaled_dot_product_flash_attention_for_cpu if is_cpu else aten._scaled_dot_product_flash_attention
+    output, logsumexp, *_ = attention(query, keys, values, scale=scale)
+    return output, logsumexp
 
 
 def attention_by_products(
@@ -158,7 +252,7 @@ def attention_by_products(
     values: Sequence[Tensor],
     attn_mask: Tensor | None,
     scale: float,
-    bounds: tuple[Tensor, Tensor] | None = None,
+    bounds: Bounds | None = None,
 ) -> Tensor:
     """Computes `shared_attention` with torch's own operations."""
     rows, heads, length, width = query.shape
@@ -235,8 +329,10 @@ def _gives_zeros_for_nan(keys: int, dtype: torch.dtype, flash: bool) -> bool:
 
 _COUNTED_AS = ("scaled_dot_product_attention", "matmul", "shared_attention")
 _kernel = functools.partial(Kernel, task="rows that share keys and values", counted_as=_COUNTED_AS)
+TRITON = _kernel("Triton", triton_reasons, _attend_in_triton, "cuda", _can_attend_in_triton)
 KERNELS = (
-    _kernel("Triton", triton_reasons, _attend_in_triton, "cuda", _can_attend_in_triton),
+    TRITON,
+    _kernel("flash attention, merged", gpu_reasons, attention_merged, "cuda", _can_merge),
     _kernel("C++ few queries", simd.machine_reasons, few_queries.attention, "cpu", few_queries.can_attend),
     _kernel("C++ many queries", simd.machine_reasons, flash_attention.attention, "cpu", flash_attention.can_attend),
     _kernel(

@@ -2,8 +2,9 @@
 
 One kernel launch for each segment, and one that merges. A program folds the queries of all rows and heads that share a
 key head of one copy into a tile of a tensor-core product (FastSeq §4.1, Hydragen), and sums over a chunk of the
-segment's length (split-KV, as in Flash-Decoding); scores and sums are fp32. With `bounds`, which says on the device
-what a step sees, padding and spare capacity of a static cache are not read.
+segment's length (split-KV, as in Flash-Decoding); scores and sums are fp32. With `Bounds`, which say on the device
+what a step sees, padding and spare capacity of a static cache are not read, and keys of each row are found in the rows
+that wrote them.
 
 docs/gpu-checks.md compares its times with torch's products and stock attention.
 
@@ -22,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastgen.ops.few_queries import are_plain
+from fastgen.ops.shared_attention import Bounds
 
 DTYPES = (torch.float16, torch.bfloat16)  # fp32 works as well, but torch's products are faster
 LARGEST_WIDTH = 256
@@ -40,16 +42,34 @@ def _weights(scores, largest):
     return tl.exp(scores - base[:, None]), tl.exp(largest - base), new_largest
 
 
+@triton.jit
+def _seen_scores(scores, seen, is_key, mask, one_place, place, s, MASK: tl.constexpr, ONE_MASK: tl.constexpr):
+    """Applies the mask to scores `[queries, keys]`; -inf where a query does not see a key, as `seen` or the mask says.
+
+    one_place, place: where the mask of the copy begins, and those of the queries.
+    """
+    if MASK != 0:
+        if ONE_MASK:
+            read = tl.load(mask + one_place + s, mask=is_key, other=0)[None, :]
+        else:
+            read = tl.load(mask + place[:, None] + s[None, :], mask=seen, other=0)
+        if MASK == 1:
+            scores += read.to(tl.float32)
+        else:
+            seen &= read != 0
+    return tl.where(seen, scores, -float("inf"))
+
+
 @triton.jit(do_not_specialize=[
     "positions", "slots", "first_slot", "length", "queries", "rows_per_copy", "splits", "chunk", "mask_start",
 ])  # fmt: skip
 def _add_up(
     query, q_row, q_head, q_position, keys, k_copy, k_head, k_key, values, v_copy, v_head, v_key,
-    mask, mask_row, mask_head, mask_position, first_key, last_key, sums, maxima, scale,
+    mask, mask_row, mask_head, mask_position, first_key, last_key, ancestors, a_row, sums, maxima, scale,
     heads, positions, slots, first_slot, length, queries, rows_per_copy, splits, chunk, mask_start,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, GROUPS: tl.constexpr, MASK: tl.constexpr, ONE_MASK: tl.constexpr,
-    HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    WIDTH_2: tl.constexpr, VALUE_WIDTH_2: tl.constexpr,
+    HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr, HAS_ANCESTORS: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH_2: tl.constexpr, VALUE_WIDTH_2: tl.constexpr,
 ):  # fmt: skip
     """Computes the partial results for a chunk of a copy, a tile of its queries, and a key head.
 
@@ -68,8 +88,11 @@ def _add_up(
     is_width, is_value_width = d < WIDTH, dv < VALUE_WIDTH
     q_place = query + row.to(tl.int64) * q_row + head * q_head + position * q_position
     q = tl.load(q_place[:, None] + d[None, :], mask=is_query[:, None] & is_width[None, :], other=0.0)
-    k_place = keys + copy.to(tl.int64) * k_copy + kv_head * k_head
-    v_place = values + copy.to(tl.int64) * v_copy + kv_head * v_head
+    k_place, v_place = keys + kv_head * k_head, values + kv_head * v_head
+    if not HAS_ANCESTORS:
+        k_place += copy.to(tl.int64) * k_copy
+        v_place += copy.to(tl.int64) * v_copy
+    one_mask_place = copy * rows_per_copy * mask_row + mask_start
     mask_place = row * mask_row + head * mask_head + position * mask_position + mask_start
     largest, total = tl.full((TILE,), -float("inf"), tl.float32), tl.zeros((TILE,), tl.float32)
     result = tl.zeros((TILE, VALUE_WIDTH_2), tl.float32)
@@ -82,21 +105,16 @@ def _add_up(
         s = block + tl.arange(0, BLOCK)
         is_key = s < end
         seen = is_query[:, None] & is_key[None, :]
-        k = tl.load(k_place + s[None, :] * k_key + d[:, None], mask=is_key[None, :] & is_width[:, None], other=0.0)
+        k_start, v_start = s * k_key, s * v_key
+        if HAS_ANCESTORS:
+            writer = tl.load(ancestors + copy * a_row + s, mask=is_key, other=0).to(tl.int64)
+            k_start += writer * k_copy
+            v_start += writer * v_copy
+        k = tl.load(k_place + k_start[None, :] + d[:, None], mask=is_key[None, :] & is_width[:, None], other=0.0)
         scores = tl.dot(q, k, input_precision="ieee") * scale
-        if MASK != 0:
-            if ONE_MASK:
-                read = tl.load(mask + copy * rows_per_copy * mask_row + mask_start + s, mask=is_key, other=0)[None, :]
-            else:
-                read = tl.load(mask + mask_place[:, None] + s[None, :], mask=seen, other=0)
-            if MASK == 1:
-                scores += read.to(tl.float32)
-            else:
-                seen &= read != 0
-        weights, shrunk, largest = _weights(tl.where(seen, scores, -float("inf")), largest)
-        v = tl.load(
-            v_place + s[:, None] * v_key + dv[None, :], mask=is_key[:, None] & is_value_width[None, :], other=0.0
-        )
+        scores = _seen_scores(scores, seen, is_key, mask, one_mask_place, mask_place, s, MASK, ONE_MASK)
+        weights, shrunk, largest = _weights(scores, largest)
+        v = tl.load(v_place + v_start[:, None] + dv[None, :], mask=is_key[:, None] & is_value_width[None, :], other=0.0)
         result = result * shrunk[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * shrunk + tl.sum(weights, 1)
     slot = ((row.to(tl.int64) * heads + head) * positions + position) * slots + first_slot + split
@@ -152,7 +170,7 @@ def attention(
     values: Sequence[Tensor],
     mask: Tensor | None,
     scale: float,
-    bounds: tuple[Tensor, Tensor] | None = None,
+    bounds: Bounds | None = None,
 ) -> Tensor:
     """Computes `shared_attention` on the current stream, with one launch per segment and one that merges."""
     rows, heads, positions, width = query.shape
@@ -174,16 +192,19 @@ def attention(
         kind = _BOOL if mask.dtype == torch.bool else _ADDED
         mask_arguments = (mask.view(torch.uint8) if kind == _BOOL else mask, *mask.stride()[:3])
     by_row = positions == 1 and mask_arguments[2] == 0  # the mask depends on the row only
+    first_key, last_key, ancestors = bounds or (query, query, None)
+    table = (query, 0) if ancestors is None else (ancestors, ancestors.stride(0))
     with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
         for index, (k, v) in enumerate(zip(keys, values)):
-            length, rows_per_copy = k.shape[2], rows // k.shape[0]
+            length, rows_per_copy, is_last = k.shape[2], rows // k.shape[0], index == len(keys) - 1
             _add_up[(programs[index] * splits[index], kv_heads)](
                 query, *query.stride()[:3], k, *k.stride()[:3], v, *v.stride()[:3], *mask_arguments,
-                *(bounds or (query, query)), sums, maxima, scale,
+                first_key, last_key, *table, sums, maxima, scale,
                 heads, positions, slots, first_slot, length, queries[index], rows_per_copy, splits[index], chunk, start,
                 WIDTH=width, VALUE_WIDTH=value_width, GROUPS=heads // kv_heads, MASK=kind,
                 ONE_MASK=by_row and (rows_per_copy == 1 or mask_arguments[1] == 0),
-                HAS_FIRST=bounds is not None and index == 0, HAS_LAST=bounds is not None and index == len(keys) - 1,
+                HAS_FIRST=bounds is not None and index == 0, HAS_LAST=bounds is not None and is_last,
+                HAS_ANCESTORS=ancestors is not None and is_last,
                 TILE=tiles[index], WIDTH_2=width_2, VALUE_WIDTH_2=value_width_2,
                 **_tuning(tiles[index], width_2, query.dtype),
             )  # fmt: skip

@@ -12,6 +12,8 @@ from versions import needs_gpu
 
 import fastgen
 from fastgen.optimizer.decoding import graphs
+from fastgen.optimizer.decoding.kv_cache import KVCache
+from fastgen.optimizer.decoding.static_kv_cache import StaticKVCache
 from fastgen.optimizer.transformers.decode_step import LateStopCheck
 from fastgen.testing import broken, configured
 
@@ -93,6 +95,37 @@ def test_the_host_waits_for_no_step(monkeypatch, arguments):
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert len(steps) == 40
+
+
+def test_a_table_of_ancestors_gives_the_rows_of_a_reorder():
+    cache = KVCache(2, 2)
+    cache.add_layers([(torch.randn(2, 2, 2, 5, 64).half().cuda().unbind(),)] * 3, 20)
+    for layer in range(3):
+        cache.append(layer, *torch.randn(2, 4, 2, 1, 64).half().cuda().unbind())
+    content = cache.content()
+    caches = [StaticKVCache(content.spec(20), by_table) for by_table in (True, False)]
+    for static in caches:
+        static.load(content)
+    table = caches[0].bounds.ancestors
+    assert table.shape == (4, caches[0].capacity) and caches[1].bounds.ancestors is None
+    for step, moves in enumerate([[1, 0, 2, 2], [0, 0, 3, 2], [1, 1, 3, 3], [0, 1, 2, 3], [1, 0, 3, 2]]):
+        added, beam_idx = torch.randn(3, 2, 4, 2, 1, 64).half().cuda(), torch.tensor(moves).cuda()
+        before = caches[0].buffers[0].clone()
+        for static in caches:
+            for layer in range(3):
+                static.append(layer, *added[layer])
+            static.advance()
+            static.reorder(beam_idx, *[1] * (step == 2))  # of one layer: rows must be in order
+        if step == 0:  # no row was moved
+            assert torch.equal(caches[0].buffers[0][..., 0, :], before[..., 0, :]) and table[0, :2].tolist() == [1, 1]
+        if step in (1, 4):
+            for layer in range(3):
+                assert all(map(torch.equal, *(static.copy(layer) for static in caches)))
+                read, expected = (static.read(layer)[0].materialize() for static in caches)
+                assert torch.equal(read, expected)
+    grown = StaticKVCache(content.spec(20), by_table=True)
+    grown.load(caches[0].content())
+    assert all(map(torch.equal, grown.copy(2), caches[1].copy(2)))
 
 
 class Reading(graphs.CudaCapture):

@@ -12,7 +12,9 @@ pytestmark = needs_gpu
 
 # The largest difference of scores that rounding of fp16 explains in models of two layers.
 HALF_TOLERANCE = 0.05
-IN_HALF = [each for each in ARCHITECTURES if each.id != "longt5"]  # its tiny encoder overflows: all scores are NaN
+IN_HALF = [
+    each for each in ARCHITECTURES if each.id != "longt5"
+]  # its tiny encoder overflows to NaN: draws end in an error
 
 
 @pytest.fixture(autouse=True)

@@ -3,10 +3,10 @@
 Tensors say `cuda:0`, and torch's kernels for the CPU compute them (cuda_twin.cpp). Launches and waits of the host are
 counted; graphs are recorded kernel by kernel and replayed into the same memory; a wait within a capture raises.
 It shows neither the order of streams nor the allocator's pools, the rounding of a GPU's kernels, or several devices.
-fastgen's own CUDA and Triton kernels do not run on it.
+fastgen's own CUDA and Triton kernels do not run on it; `attend_in_one_kernel` puts an operation in their place.
 
 It changes torch for the whole process: `python -m pytest -p cuda_twin tests/gpu/...` with this folder in PYTHONPATH.
-CUDA_TWIN is the compiled library, if there is one.
+CUDA_TWIN is the compiled library, if there is one. CUDA_TWIN_KERNELS=1: attention is one kernel, in fp32 as well.
 
 Tests: tests/optimizer/test_cuda_twin.py
 """
@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ def pytest_configure(config: Any) -> None:
     else:
         with tempfile.TemporaryDirectory() as folder:
             install(compiled(Path(folder)))
+    if os.environ.get("CUDA_TWIN_KERNELS") == "1":
+        attend_in_one_kernel(True)
 
 
 def compiled(folder: Path) -> Path:
@@ -62,9 +64,56 @@ def install(path: Path | str) -> None:
     torch.Tensor.pin_memory = lambda tensor, device=None: tensor.clone()
     torch.Tensor.__deepcopy__ = _copying(torch.Tensor.__deepcopy__)
 
-    from fastgen.ops import shared_attention  # after torch.cuda is changed
+    attend_in_one_kernel(False)  # imports fastgen, after torch.cuda is changed
+    _of_torch.impl("_scaled_dot_product_flash_attention", _flash_attention, "CUDA")
 
-    shared_attention._triton_attention = lambda device: None  # its kernels need a real GPU
+
+_of_torch = torch.library.Library("aten", "IMPL")
+
+
+def _flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any, scale: float | None = None
+) -> tuple[Any, ...]:
+    """Computes flash attention with the kernel of a CPU; returns output and sums, and nothing for a backward."""
+    result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, scale=scale)
+    nothing = query.new_empty(0)
+    return *result, nothing, nothing, query.shape[2], key.shape[2], nothing, nothing, nothing
+
+
+def attend_in_one_kernel(does: bool) -> None:
+    """Puts one kernel, with the definition's results, in the place of those in Triton, or makes Triton unsupported."""
+    from fastgen.ops import few_queries, shared_attention
+
+    def can_attend(query: torch.Tensor, keys: Any, values: Any, mask: torch.Tensor | None) -> bool:
+        return type(mask) in (type(None), torch.Tensor) and few_queries.are_plain(query, keys, values)
+
+    def attention(query: torch.Tensor, *others: Any) -> torch.Tensor:
+        *arguments, bounds = others
+        return torch.ops.cuda_twin.attention(query, *arguments, None if bounds is None else bounds.ancestors)
+
+    kernels = SimpleNamespace(
+        DTYPES=(torch.float32, torch.float16, torch.bfloat16),
+        LARGEST_WIDTH=256,
+        can_attend=can_attend,
+        attention=attention,
+    )
+    shared_attention._triton_attention = lambda device: kernels if does else None
+
+
+def _attention(
+    query: torch.Tensor, keys: Any, values: Any, mask: Any, scale: float, ancestors: torch.Tensor | None
+) -> torch.Tensor:
+    from fastgen.ops.shared_attention import Bounds, attention_by_products, follow_ancestors
+
+    bounds = Bounds(query, query, ancestors)
+    return attention_by_products(query, follow_ancestors(keys, bounds), follow_ancestors(values, bounds), mask, scale)
+
+
+_of_twin = torch.library.Library("cuda_twin", "DEF")
+_of_twin.define(
+    "attention(Tensor query, Tensor[] keys, Tensor[] values, Tensor? mask, float scale, Tensor? table) -> Tensor"
+)
+_of_twin.impl("attention", _attention, "CPU")
 
 
 def counts(of: str) -> Counter[str]:

@@ -1,15 +1,16 @@
 """Prints as JSON what the steps of decoding loops launch on a GPU, and how often the host waits, counted on the twin.
 
 `python cuda_twin_steps.py LIBRARY`, the compiled cuda_twin.cpp. For each loop: the library alone, fastgen with captured
-steps switched off, and with them. The numbers are those of a step: the difference of a longer call and a shorter one.
+steps switched off, with them, and with them and one kernel for attention. The numbers are those of a step: the
+difference of a longer call and a shorter one. "attention" holds the launches of a single attention.
 
 Tests: tests/optimizer/test_cuda_twin.py
 """
 
 import json
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,13 +20,29 @@ from reports import capturing
 from tiny_models import tiny
 
 import fastgen
+from fastgen.optimizer.decoding import graphs
 
 SHORT, LONG = 40, 60
 WAYS: dict[str, Callable[[], AbstractContextManager]] = {
     "stock": fastgen.disabled,
     "off": lambda: capturing("off", smallest_capacity=128),
     "on": lambda: capturing("on", smallest_capacity=128),
+    "kernel": lambda: attending_in_one_kernel(),
 }
+
+
+@contextmanager
+def attending_in_one_kernel() -> Iterator[None]:
+    """Captures steps anew, with one kernel in the place of fastgen's attention in Triton."""
+    graphs._graph_caches.clear()
+    cuda_twin.attend_in_one_kernel(True)
+    try:
+        with capturing("on", smallest_capacity=128):
+            yield
+    finally:
+        cuda_twin.attend_in_one_kernel(False)
+
+
 LOOPS = {
     "BART, beam 4": ("bart", "seq2seq", {"num_beams": 4}),
     "Llama, beam 4": ("llama", "causal", {"num_beams": 4}),
@@ -40,7 +57,25 @@ def main() -> None:
     calls: dict[str, Callable[[int], Any]] = {name: transformers_call(*loop) for name, loop in LOOPS.items()}
     if find_spec("fairseq"):
         calls["fairseq, beam 4"] = fairseq_call()
-    print(json.dumps({name: {way: counts(call, way) for way in WAYS} for name, call in calls.items()}))
+    steps = {name: {way: counts(call, way) for way in WAYS} for name, call in calls.items()}
+    print(json.dumps({**steps, "attention": launches_of_attention()}))
+
+
+def launches_of_attention() -> dict[str, int]:
+    """Returns what attention of 8 rows in half precision launches, to prompts of 2 inputs and generated keys."""
+    from fastgen.ops.shared_attention import attention_by_products, shared_attention
+
+    def states(*shape: int) -> torch.Tensor:
+        return torch.randn(shape).half().cuda()
+
+    query, segments, launches = states(8, 8, 1, 16), [states(2, 2, 64, 16), states(8, 2, 8, 16)], {}
+    for attention in (attention_by_products, shared_attention):
+        for _ in range(2):  # the first one checks kernels
+            before = cuda_twin.counts("launches")
+            with torch.no_grad():
+                attention(query, segments, segments, None, 0.25)
+        launches[attention.__name__] = (cuda_twin.counts("launches") - before).total()
+    return launches
 
 
 def transformers_call(name: str, kind: str, arguments: dict[str, Any]) -> Callable[[int], Any]:

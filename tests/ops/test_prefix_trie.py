@@ -50,6 +50,36 @@ def test_rows_together_and_one_by_one_allow_the_same(sequences, rows, ignored, a
     assert tokens.tolist() == [token for allowed in expected for token in allowed]
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    sequences=SEQUENCES,
+    steps=st.lists(st.lists(st.tuples(st.integers(0, 3), ANY_TOKENS), min_size=1, max_size=4), min_size=5, max_size=8),
+    stranger=st.integers(0, 8),
+    ignored=st.integers(1, 2),
+)
+def test_rows_that_change_places_allow_what_a_fresh_trie_allows(sequences, steps, stranger, ignored):
+    trie = PrefixTrie(sequences).after(ignored)
+    rows = torch.tensor([[7], [8]])
+    for number, chosen in enumerate(steps):  # the row that each continues, and its next token
+        if number == stranger:
+            rows = torch.randint(0, 4, rows.shape)
+        parents = torch.tensor([parent % len(rows) for parent, _ in chosen])
+        rows = torch.cat([rows[parents], torch.tensor([[token] for _, token in chosen])], dim=1)
+        expected = PrefixTrie(sequences).after(ignored).allowed_sync(rows)
+        assert all(map(torch.equal, trie.allowed_sync(rows), expected))
+
+
+def test_rows_that_continue_the_last_call_walk_one_edge():
+    sequences = torch.randint(0, 5, (50, 9), generator=torch.Generator().manual_seed(0))
+    trie = PrefixTrie(sequences)
+    walk, walked = trie._walk, []
+    with mock.patch.object(trie, "_walk", lambda *args: walked.append(args[1].shape[1]) or walk(*args)):
+        for length in range(1, 9):
+            sequences = sequences[torch.randperm(len(sequences))][:20]
+            trie.allowed_sync(sequences[:, :length])
+    assert walked == [1, 1, 1, 2, 1, 3, 1, 1, 1, 1, 1]  # the shortest walks, each with a look at the first token
+
+
 @pytest.mark.parametrize("make", [np.array, torch.tensor, iter, lambda rows: (iter(row) for row in rows)])
 def test_outputs_come_in_many_forms(make):
     trie = PrefixTrie(make([[5, 6], [5, 7], [8, 9]]))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import python_process
 import torch
+from attention_cases import check_ancestors, check_exactness
 from python_process import run_code
 from torch import Tensor
 
@@ -73,6 +74,7 @@ def compare_all() -> None:
 def compare_bounds() -> None:
     """Keys and values outside of the bounds are not read."""
     from fastgen.ops import triton_attention
+    from fastgen.ops.shared_attention import Bounds
 
     query, keys, values, _ = case("prompt and generated", torch.float32)
     mask = torch.zeros(1, 1, 1, 47, dtype=torch.bool)
@@ -80,8 +82,15 @@ def compare_bounds() -> None:
     expected = attention_by_products(query, keys, values, mask, 0.2)
     for part in (keys[1], values[1]):
         part[:, :, 4:] = float("nan")
-    output = triton_attention.attention(query, keys, values, mask, 0.2, (torch.tensor([5]), torch.tensor([3])))
+    output = triton_attention.attention(query, keys, values, mask, 0.2, Bounds(torch.tensor([5]), torch.tensor([3])))
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+
+
+def compare_ancestors() -> None:
+    from fastgen.ops import triton_attention
+
+    for dtype, mask in ((torch.float32, None), (torch.float32, "added"), (torch.float16, "bool")):
+        check_ancestors(triton_attention, dtype, mask, "cpu")
 
 
 def compare_nan() -> None:
@@ -94,8 +103,21 @@ def compare_nan() -> None:
     assert output[1].isnan().all() and output[0].isfinite().all()
 
 
+def compare_errors() -> None:
+    """Not in bfloat16, whose products the interpreter computes from the numbers' bits."""
+    from fastgen.ops import triton_attention
+
+    for dtype, width, groups in itertools.product((torch.float32, torch.float16), (64, 80, 128, 256), (4, 8)):
+        options = {"rows": 4, "all_lengths": [(70, 130, 5)], "kinds": ["left padding"]}
+        check_exactness(triton_attention, dtype, width, groups, "cpu", **options)
+
+
+def test_grouped_heads_are_as_exact_as_torchs_attention():
+    run_alone("compare_errors", TRITON_INTERPRET="1")
+
+
 def test_triton_attention_equals_the_definition():
-    run_alone("compare_all", "compare_bounds", "compare_nan", TRITON_INTERPRET="1")
+    run_alone("compare_all", "compare_bounds", "compare_ancestors", "compare_nan", TRITON_INTERPRET="1")
 
 
 def compile_all() -> None:
@@ -106,15 +128,22 @@ def compile_all() -> None:
     from fastgen.ops import triton_attention
 
     kernel = triton_attention._add_up
-    shapes = (("fp16", 64, 16), ("bf16", 128, 64), ("fp16", 256, 32), ("fp32", 128, 16))
-    for architecture, (dtype, width, tile) in itertools.product((80, 90, 100), shapes):
+    shapes = [("fp16", 64, 16, False), ("bf16", 128, 64, False), ("fp16", 256, 32, False), ("fp32", 128, 16, False)]
+    shapes += [("bf16", 128, 16, True), ("fp16", 256, 16, True)]  # a tile of the heads of one row
+    for architecture, (dtype, width, tile, follows) in itertools.product((80, 90, 100), shapes):
         torch_type = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
         constants = {"WIDTH": width, "VALUE_WIDTH": width, "GROUPS": 4, "MASK": 2, "ONE_MASK": False, "TILE": tile}
-        constants |= {"HAS_FIRST": True, "HAS_LAST": True, "WIDTH_2": width, "VALUE_WIDTH_2": width}
+        constants |= {
+            "HAS_FIRST": True,
+            "HAS_LAST": True,
+            "HAS_ANCESTORS": follows,
+            "WIDTH_2": width,
+            "VALUE_WIDTH_2": width,
+        }
         tuning = triton_attention._tuning(tile, width, torch_type)
         options = {"num_warps": tuning.pop("num_warps")}
         types = dict.fromkeys(("query", "keys", "values"), f"*{dtype}") | dict.fromkeys(("sums", "maxima"), "*fp32")
-        types |= {"mask": "*u8", "first_key": "*i64", "last_key": "*i64", "scale": "fp32"}
+        types |= {"mask": "*u8", "ancestors": "*i32", "first_key": "*i64", "last_key": "*i64", "scale": "fp32"}
         constants |= tuning
         signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
         aligned = [
@@ -134,7 +163,7 @@ def compile_all() -> None:
         used = resources(binary.asm["ptx"], architecture)
         spilled = [int(number) for number in re.findall(r"(\d+) bytes spill", used)]
         most = 32 if architecture == 80 else 0  # 16 and 32 bytes of 255 registers, for one of these shapes
-        assert max(spilled) <= most, (architecture, dtype, width, used)
+        assert max(spilled) <= most, (architecture, dtype, width, follows, used)
 
 
 def resources(ptx: str, architecture: int) -> str:

@@ -217,7 +217,7 @@ class CostModel:
         """Returns what a forward of so many tokens of all rows takes, in steps of one token (AMD EPYC, model 17)."""
         rates = self.rates_of(_CPU)
         tokens_of_one_read = 4 * rates.multiply_adds / rates.bytes  # fewer take as long, because all weights are read
-        return float(1.15 * max(1.0, tokens / tokens_of_one_read) ** 0.8)
+        return float(1.1 * max(1.0, tokens / (1.25 * tokens_of_one_read)) ** 0.8)
 
     def should_compact(self, size: ModelSize, leaving: int, rows: int, steps_done: int, steps_left: int) -> bool:
         """Whether the batch should drop its finished rows now, `leaving` of `rows`.

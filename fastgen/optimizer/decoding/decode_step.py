@@ -121,6 +121,11 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
     def leave(self, static: StaticKVCache) -> None:
         """Makes eager steps continue with the keys and values in this cache, which no graph uses any more."""
 
+    @property
+    def attends_in_segments(self) -> bool:
+        """Whether the model is known to attend with torch's function or `shared_attention`, not with products."""
+        return True
+
     @cached_property
     @abstractmethod
     def runs_user_code(self) -> bool:
@@ -362,7 +367,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         key = self.graphs.key_of(content, self.most, self._has_exact_lengths, self.variant)
         graph = self.graphs.entries.pop(key, None)
         if graph is None:
-            static = StaticKVCache(key[-1])
+            static = StaticKVCache(key[-1], self.rows_per_input > 1 and self.attends_in_segments)
             view, model, forward = self.view_of(static), ref(self.model), type(self).forward
             graph = CapturedGraph(lambda inputs: forward(model(), inputs, view), static, view)
         elif not self.call.costs.looks_back:

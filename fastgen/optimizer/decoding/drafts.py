@@ -22,14 +22,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-# The tokens of a forward that checks a draft: the last token of the text, and the draft.
-SIZES = (2, 4, 8)
+MOST_TOKENS = 8  # of one row
+CHEAP_TOKENS = 12  # of all rows: more take much longer than a step (skinny GEMM, AMD EPYC, model 17)
 
 # Longer matches are not told apart.
 LONGEST_MATCH = 16
 
 # Occurrences of a suffix that are compared, the last ones first.
 MOST_OCCURRENCES = 32
+
+
+def sizes_for(rows: int) -> tuple[int, ...]:
+    """Returns the numbers of tokens of a forward that checks drafts: a row's last token, and its draft.
+
+    They are few, because each is captured by itself.
+    """
+    return (2, 4, MOST_TOKENS) if rows == 1 else (2, max(3, CHEAP_TOKENS // rows))
 
 
 class Text:
@@ -122,13 +130,13 @@ class Drafts:
     def propose(self, most: int) -> list[list[int]]:
         """Returns a draft of each row, all of one length; empty if none is worthwhile.
 
-        most: the most tokens of a forward. The expected gain is that of a number of tokens in `SIZES` for which most
-        tokens come of the time of one step.
+        most: the most tokens of a row in a forward. Of `sizes_for` these rows, the one that is expected to make most tokens
+        in a time is chosen.
         """
         if any(text.place is None for text in self.texts):
             return []
         best, best_rate, expected, likely, checked = 0, MIN_GAIN, 1.0, 1.0, 1
-        for size in SIZES:
+        for size in sizes_for(len(self.texts)):
             if size > most:
                 break
             for ahead in range(checked - 1, size - 1):

@@ -28,7 +28,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from fastgen.ops.shared_attention import query_key_scores, shared_attention, weighted_values
+from fastgen.ops.shared_attention import (
+    Bounds,
+    follow_ancestors,
+    query_key_scores,
+    shared_attention,
+    weighted_values,
+)
 from fastgen.optimizer.decoding.report import MATERIALIZED
 
 KV = tuple[Tensor, ...]  # keys and values
@@ -51,25 +57,25 @@ _TRANSPOSES = {PLAIN: TRANSPOSED, TRANSPOSED: PLAIN, FLAT: FLAT_TRANSPOSED, FLAT
 class SegmentedKV(Tensor):
     """Keys or values `[rows, kv_heads * groups, length, head_dim]` stored in segments.
 
-    segments: one or more, whose lengths sum to `length`; each is `[copies, kv_heads, segment_length, head_dim]`, and
+    stored: one or more segments, whose lengths sum to `length`; each is `[copies, kv_heads, its length, head_dim]`, and
         its copy `c` belongs to the `rows // copies` rows from `c * rows // copies` on.
     usage: counts the operations that worked on the segments, and those that materialized the tensor (`MATERIALIZED` and
         the name).
     groups: how often each head is repeated.
     base: the tensor of which this is a view in another form; None if it is no view.
-    bounds: for kernels, see `shared_attention`; None if there is no spare capacity to hide.
+    bounds: for kernels, see `Bounds`; None if there is no spare capacity to hide.
     memory: the materialized tensor, `[rows, kv_heads * groups, length, head_dim]`, or None. Once it is set, the
         segments are outdated.
     """
 
-    segments: tuple[Tensor, ...]
+    stored: tuple[Tensor, ...]
     rows: int
     usage: Counter[str]
     form: str
     groups: int
     base: SegmentedKV | None
     memory: Tensor | None
-    bounds: tuple[Tensor, Tensor] | None
+    bounds: Bounds | None
 
     @staticmethod
     def __new__(
@@ -80,7 +86,7 @@ class SegmentedKV(Tensor):
         form: str = PLAIN,
         groups: int = 1,
         base: SegmentedKV | None = None,
-        bounds: tuple[Tensor, Tensor] | None = None,
+        bounds: Bounds | None = None,
     ) -> SegmentedKV:
         first = segments[0]
         _, heads, length, width = first.shape
@@ -96,7 +102,7 @@ class SegmentedKV(Tensor):
             FLAT_TRANSPOSED: ((rows * heads * groups, width, length), (block, 1, width)),
         }[form]
         self: SegmentedKV = Tensor._make_wrapper_subclass(cls, size, strides, dtype=first.dtype, device=first.device)
-        self.segments, self.rows, self.usage = segments, rows, usage
+        self.stored, self.rows, self.usage = segments, rows, usage
         self.form, self.groups, self.base, self.memory, self.bounds = form, groups, base, None, bounds
         self._size = torch.Size(size)
         return self
@@ -104,14 +110,19 @@ class SegmentedKV(Tensor):
     # Attributes that attention reads often; a tensor's own would take microseconds each.
     shape = property(lambda self: self._size)
     ndim = property(lambda self: len(self._size))
-    dtype = property(lambda self: self.segments[0].dtype)
-    device = property(lambda self: self.segments[0].device)
+    dtype = property(lambda self: self.stored[0].dtype)
+    device = property(lambda self: self.stored[0].device)
 
     def dim(self) -> int:
         return len(self._size)
 
     def size(self, dim: int | None = None) -> Any:
         return self._size if dim is None else self._size[dim]
+
+    @property
+    def segments(self) -> tuple[Tensor, ...]:
+        """The segments as attention without a table of ancestors reads them."""
+        return follow_ancestors(self.stored, self.bounds)
 
     @property
     def is_segmented(self) -> bool:
@@ -121,7 +132,7 @@ class SegmentedKV(Tensor):
     def view_as_form(self, form: str, groups: int = 1) -> SegmentedKV:
         """Returns the same tensor in another form, which shares its memory as a view does."""
         base = self if self.base is None else self.base
-        return SegmentedKV(self.segments, self.rows, self.usage, form, groups, base, self.bounds)
+        return SegmentedKV(self.stored, self.rows, self.usage, form, groups, base, self.bounds)
 
     def materialize(self) -> Tensor:
         """Returns the tensor in one piece, `[rows, …]` in its form; this costs what the segments were to save."""
@@ -135,8 +146,9 @@ class SegmentedKV(Tensor):
                 return memory.unsqueeze(2).expand(self.shape)
             return memory
         if self.memory is None:
-            is_whole = len(self.segments) == 1 and self.segments[0].shape[0] == self.rows
-            self.memory = self.segments[0] if is_whole else materialized(self.segments, self.rows)
+            segments = self.segments
+            is_whole = len(segments) == 1 and segments[0].shape[0] == self.rows
+            self.memory = segments[0] if is_whole else materialized(segments, self.rows)
             if self.groups > 1:
                 self.memory = self.memory.repeat_interleave(self.groups, dim=1)
         return self.memory
@@ -190,9 +202,7 @@ def length_of(segments: Iterable[KV]) -> int:
     return length
 
 
-def in_segments(
-    segments: Sequence[KV], rows: int, usage: Counter[str], bounds: tuple[Tensor, Tensor] | None = None
-) -> KV:
+def in_segments(segments: Sequence[KV], rows: int, usage: Counter[str], bounds: Bounds | None = None) -> KV:
     """Returns keys and values `[rows, kv_heads, length, head_dim]` backed by these segments, see `SegmentedKV`."""
     if len(segments) == 1 and segments[0][0].shape[0] == rows and bounds is None:
         return segments[0]
@@ -226,11 +236,11 @@ def _sdpa(
         return NotImplemented
     if not enable_gqa and key.shape[1] not in (1, query.shape[1]):  # a single key head is broadcast
         return NotImplemented
-    for keys, values in zip_longest(key.segments, value.segments):
+    for keys, values in zip_longest(key.stored, value.stored):
         if keys is None or values is None or keys.shape[:3] != values.shape[:3]:
             return NotImplemented
     key.usage[SDPA] += 1
-    return shared_attention(query, key.segments, value.segments, attn_mask, scale, key.bounds)
+    return shared_attention(query, key.stored, value.stored, attn_mask, scale, key.bounds)
 
 
 def _matmul(input: Tensor, other: SegmentedKV) -> Tensor:
@@ -260,7 +270,7 @@ def _rows_fit(rows: Any, states: Any) -> bool:
     if not isinstance(states, SegmentedKV) or not isinstance(rows, Tensor) or type(rows) is SegmentedKV:
         return False
     fits = rows.dim() == 4 and states.dim() == 4 and rows.shape[0] == states.shape[0]
-    return fits and rows.shape[1] % states.segments[0].shape[1] == 0 and rows.dtype == states.dtype
+    return fits and rows.shape[1] % states.stored[0].shape[1] == 0 and rows.dtype == states.dtype
 
 
 def _transpose(input: SegmentedKV, dim0: int, dim1: int) -> Tensor:
@@ -305,14 +315,14 @@ def _repeat_interleave(input: SegmentedKV, repeats: Any, dim: int | None = None)
 
 def _repeated(states: SegmentedKV, groups: int) -> SegmentedKV:
     """Returns a copy with `groups` times the stored heads; torch would allocate memory for it."""
-    return SegmentedKV(states.segments, states.rows, states.usage, PLAIN, groups, bounds=states.bounds)
+    return SegmentedKV(states.stored, states.rows, states.usage, PLAIN, groups, bounds=states.bounds)
 
 
 def _to(states: SegmentedKV, *args: Any, **kwargs: Any) -> Tensor:
     if states.form != PLAIN:
         return NotImplemented
-    segments = tuple(segment.to(*args, **kwargs) for segment in states.segments)
-    if segments[0] is states.segments[0]:
+    segments = tuple(segment.to(*args, **kwargs) for segment in states.stored)
+    if segments[0] is states.stored[0]:
         return states
     return SegmentedKV(segments, states.rows, states.usage, groups=states.groups, bounds=states.bounds)
 

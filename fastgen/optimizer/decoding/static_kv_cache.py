@@ -7,6 +7,9 @@
     prompt      | padding | positions        |     `append` writes at `write_position`, a tensor; `read` returns the
     generated   | positions | spare capacity |     whole capacity, and a mask hides what is not filled
 
+On a GPU, `reorder` may write a table of ancestors instead of moving rows: position p of row r is then in row
+`ancestors[r, p]` of the buffer, where the steps' kernel finds it (`Bounds`); `content` and `copy` move rows first.
+
 Writers: a step, with `append`; the loop between two steps, with `reorder`; and `DecodeStep`, which fills the cache with
 `load` and counts steps with `advance`. Static caches follow Seamless, "Updating and retrieving KV cache". This module
 knows no host library.
@@ -27,6 +30,7 @@ import torch
 from torch import Tensor
 
 from fastgen.ops.move_rows import move_rows
+from fastgen.ops.shared_attention import Bounds, can_follow_ancestors
 from fastgen.ops.tracing import UnderAutocast
 from fastgen.optimizer.decoding.report import LeaveAlone, Reason
 from fastgen.optimizer.decoding.segmented_kv import KV, cut, in_segments, length_of, materialized
@@ -126,12 +130,13 @@ class StaticKVCache:
     A step reads three tensors and writes the last; `advance` counts afterwards. write_positions: the indices of the
     next positions, int64 `[MOST_TOKENS]`; write_position: the first of them, `[1]`. A step of several tokens writes
     several; those that are not counted are overwritten. first_position: the first position of self-attention after its
-    padding, int64 `[1]`.
-    seq_lengths: the number of positions in each growing layer, int64 `[layers]`. bounds: the first and the last
-    position that a step sees, for kernels on a GPU, otherwise None.
+    padding, int64 `[1]`. seq_lengths: the number of positions in each growing layer, int64 `[layers]`. bounds: see
+    `Bounds`, of a step of one token; None on a CPU.
+
+    by_table: whether reorders write a table of ancestors instead of moving rows, if the kernel of the steps reads it.
     """
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: Spec, by_table: bool = False) -> None:
         self.rows, self.rows_per_input, generated, kinds = spec
         self.prompts: list[tuple[KV, ...]] = []
         for count, prompt in kinds:
@@ -147,13 +152,19 @@ class StaticKVCache:
         self.write_position = self.write_positions[:1]
         self.first_position = torch.zeros_like(self.write_position)
         self.seq_lengths = self.write_position.repeat(self.growing)
-        self.bounds = (self.first_position, self.write_position) if self.write_position.is_cuda else None
+        self.bounds: Bounds | None = None
+        if self.write_position.is_cuda:
+            follows = by_table and can_follow_ancestors(*self.buffers)
+            table = torch.empty((self.rows, self.capacity), dtype=torch.int32, device=self.write_position.device)
+            self.bounds = Bounds(self.first_position, self.write_position, table if follows else None)
+        self._is_in_order = True  # False: keys and values of a row are in other rows
         self.usage: Counter[str] = Counter()
         self.nbytes = KVContent(self.rows, self.rows_per_input, self.prompts, self.by_layer).nbytes
 
     def load(self, content: KVContent) -> None:
         """Copies this content, and zeros around it: hidden positions have the weight 0, and 0 times NaN is NaN."""
         self._loaded = [tuple(map(_copy_in, *prompts)) for prompts in zip(self.prompts, content.prompts)]
+        self._reset_ancestors()
         for pair, source in zip(self.by_layer, content.generated):
             _copy_in(pair, source, 0)
         self.padding = length_of(self.prompts[-1]) - length_of(content.prompts[-1])
@@ -198,13 +209,36 @@ class StaticKVCache:
 
     def reorder(self, beam_idx: Tensor, layer: int | None = None) -> None:
         """Overwrites row i with row `beam_idx[i]` of the same input, in all layers or in one."""
-        if self.generated_length > self.unmoved and (layer is None or layer < self.growing):
-            layers = slice(None) if layer is None else slice(layer, layer + 1)
-            positions, (keys, values) = slice(self.unmoved, self.generated_length), self.buffers
-            move_rows([keys[layers, :, :, positions], values[layers, :, :, positions]], beam_idx)
+        if self.generated_length <= self.unmoved or (layer is not None and layer >= self.growing):
+            return
+        positions = slice(self.unmoved, self.generated_length)
+        if layer is None and self.bounds is not None and self.bounds.ancestors is not None:
+            move_rows([self.bounds.ancestors[None, :, None, positions, None]], beam_idx)
+            self._is_in_order = False
+            return
+        self._put_in_order()
+        layers = slice(None) if layer is None else slice(layer, layer + 1)
+        move_rows([buffer[layers, :, :, positions] for buffer in self.buffers], beam_idx)
+
+    def _put_in_order(self) -> None:
+        """Moves keys and values to the rows that they belong to, in memory that is allocated before the first move."""
+        if self._is_in_order or self.bounds is None or self.bounds.ancestors is None:
+            return
+        index = self.bounds.ancestors.long()[:, None, :, None]  # [rows, 1, capacity, 1]
+        for buffer, moved in [(buffer, torch.empty_like(buffer[0])) for buffer in self.buffers]:
+            for states in buffer:
+                states.copy_(torch.gather(states, 0, index.expand_as(states), out=moved))
+        self._reset_ancestors()
+
+    def _reset_ancestors(self) -> None:
+        """Makes the table say that each row has its own keys and values."""
+        self._is_in_order = True
+        if self.bounds is not None and (ancestors := self.bounds.ancestors) is not None:
+            ancestors.copy_(torch.arange(self.rows, device=ancestors.device)[:, None])
 
     def content(self) -> KVContent:
         """Returns the content, without padding and spare capacity."""
+        self._put_in_order()
         generated = [cut(pair, 0, self.generated_length) for pair in self.by_layer]
         return KVContent(self.rows, self.rows_per_input, self._loaded, generated, self.unmoved)
 
@@ -214,6 +248,7 @@ class StaticKVCache:
 
     def copy(self, layer: int) -> KV:
         """Returns keys and values `[rows, kv_heads, length, head_dim]` in memory of their own."""
+        self._put_in_order()
         generated = [cut(pair, 0, self.generated_length) for pair in self.by_layer[layer : layer + 1]]
         return tuple(materialized(segments, self.rows) for segments in zip(*self._loaded[layer], *generated))
 

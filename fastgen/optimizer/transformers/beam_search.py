@@ -125,6 +125,9 @@ class BeamSearch:
         self.is_constrained = [*map(type, step.processors)] == [PrefixConstrainedLogitsProcessor]
         self.batch_index = torch.arange(inputs, device=device)
         self.beam_ids = torch.arange(self.num_beams, device=device)
+        self.first_rows = torch.arange(0, rows, self.num_beams, device=device)[:, None]  # of all inputs
+        # The other candidates only ensure that enough continue.
+        self.may_end = torch.arange(self.num_candidates, device=device) < self.num_beams
         self.results: tuple[Tensor, ...] | None = None  # the hypotheses of all inputs, once some have left
         self.late_stop = LateStopCheck(device) if step.stops_late else None
         self.has_ended = torch.zeros((), dtype=torch.bool, device=device)
@@ -162,8 +165,7 @@ class BeamSearch:
         if self.step.steps == 1:
             self.input_ids = self.prompt
         beams, tokens = index // width, index % width
-        first_rows = torch.arange(0, self.input_ids.shape[0], self.num_beams, device=logits.device)
-        return candidates, first_rows[:, None] + beams, tokens
+        return candidates, self.first_rows[: len(beams)] + beams, tokens
 
     def allowed_candidates(self, logits: Tensor) -> Candidates | None:
         """Returns scores and indices `[B, C]` of the best tokens that a trie allows; None if all tokens count."""
@@ -193,13 +195,13 @@ class BeamSearch:
         length = self.input_ids.shape[1] + 1
         # The criteria read only the last token and the length, so the last column in place of all is enough.
         ended = stopping_criteria(tokens.view(-1, 1).expand(-1, length), None).view(tokens.shape)
-        continuing = candidates + ended.to(torch.float32) * OUT
+        continuing = torch.add(candidates, ended, alpha=OUT)
         chosen = torch.topk(continuing, k=self.num_beams)[1]
         self.scores = continuing.gather(1, chosen)
         entering = self.enter(candidates, ended, length - self.prompt_length)
-        stop, is_final = self.judge(ended, length - self.prompt_length)
+        stop = self.judge(ended, length - self.prompt_length)
         if self.late_stop is None:
-            unmoved = entering == self.beam_ids
+            unmoved, is_final = entering == self.beam_ids, self.is_final()
             stop, unmoved, *is_final = torch.cat([stop.view(1), unmoved.all().view(1), is_final.flatten()]).tolist()
         else:
             self.has_ended = stop
@@ -215,12 +217,11 @@ class BeamSearch:
 
     def enter(self, candidates: Tensor, ended: Tensor, generated: int) -> Tensor:
         """Returns the M best, `[B, M]`, of the best so far (numbers 0 to M - 1) and the candidates (from M on)."""
-        ended = ended.clone()
-        ended[:, self.num_beams :] = False  # the other candidates only ensure that enough continue
+        ended = ended & self.may_end
         scores = candidates / (generated**self.config.length_penalty)
-        scores += self.is_full.to(torch.float32) * OUT
-        scores += (~self.can_improve).to(torch.float32) * OUT
-        scores += (~ended) * OUT
+        if self.config.early_stopping is True:
+            scores.add_(self.is_full, alpha=OUT)
+        scores.add_(~self.can_improve, alpha=OUT).add_(~ended, alpha=OUT)
         merged = torch.cat([self.best_scores, scores], dim=1)
         entering = torch.topk(merged, k=self.num_beams)[1]
         if self.late_stop is not None:  # after the end, no hypothesis is added
@@ -231,8 +232,8 @@ class BeamSearch:
         self.lengths = torch.cat([self.lengths, lengths], dim=1).gather(1, entering)
         return entering
 
-    def judge(self, ended: Tensor, generated: int) -> tuple[Tensor, Tensor]:
-        """Returns whether the search has ended, and for each input, `[B, 1]`, whether its hypotheses are final."""
+    def judge(self, ended: Tensor, generated: int) -> Tensor:
+        """Updates `can_improve` and `is_full`, and returns whether the search has ended."""
         config = self.config
         if config.early_stopping == "never" and config.length_penalty > 0.0:
             generated = config.max_length - self.prompt_length
@@ -240,10 +241,16 @@ class BeamSearch:
         worst = self.best_scores.amin(dim=1, keepdim=True)
         to_beat = torch.where(self.complete, worst, OUT)
         self.can_improve = self.can_improve & (best_possible > to_beat).any(dim=-1, keepdim=True)
+        stop = ~self.can_improve.any() | ended.all()
         if config.early_stopping is True:
             self.is_full = self.complete.all(dim=-1, keepdim=True)
-        stop = ~self.can_improve.any() | self.is_full.all() | ended.all()
-        return stop, (~self.can_improve | self.is_full) & (worst > LOWEST)
+            stop |= self.is_full.all()
+        return stop
+
+    def is_final(self) -> Tensor:
+        """Returns for each input, `[B, 1]`, whether its hypotheses are final."""
+        worst = self.best_scores.amin(dim=1, keepdim=True)
+        return (~self.can_improve | self.is_full) & (worst > LOWEST)
 
     def move_best(self, entering: Tensor, parents: Tensor, tokens: Tensor) -> None:
         """Writes the tokens of the best hypotheses, see `enter`; the candidates continue the rows `parents`."""

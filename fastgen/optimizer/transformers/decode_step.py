@@ -149,6 +149,10 @@ class TransformersDecodeStep(DecodeStep):
         kv_layers.give_back(self._cache)
         self.arguments[CACHE] = self._dynamic
 
+    @property
+    def attends_in_segments(self) -> bool:
+        return getattr(self.model.config.get_text_config(decoder=True), "_attn_implementation", None) == "sdpa"
+
     @cached_property
     def runs_user_code(self) -> bool:
         arguments = self.checks.arguments

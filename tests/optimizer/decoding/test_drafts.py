@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastgen.optimizer.decoding import drafts
-from fastgen.optimizer.decoding.drafts import LONGEST_MATCH, SIZES, Drafts, Text
+from fastgen.optimizer.decoding import drafts, static_kv_cache
+from fastgen.optimizer.decoding.drafts import LONGEST_MATCH, Drafts, Text
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 
@@ -59,7 +59,7 @@ def repeating(rows: int = 1) -> list[Text]:
 
 
 def test_the_size_is_the_one_that_makes_most_tokens_in_a_time():
-    assert [len(row) for row in Drafts(repeating(2), lambda rows, size: 1.0).propose(8)] == [7, 7]
+    assert [len(row) for row in Drafts(repeating(2), lambda rows, size: 1.0).propose(8)] == [5, 5]
     assert [len(row) for row in Drafts(repeating(), lambda rows, size: 0.7 + size / 5).propose(8)] == [1]
     assert Drafts(repeating(), lambda rows, size: 2.0 * size).propose(8) == []
     assert Drafts(repeating(), lambda rows, size: 1.0).propose(1) == []
@@ -89,8 +89,7 @@ def test_rows_are_taken():
     assert all_rows.propose(2) == [[5], [5]] and [text.tokens[0] for text in all_rows.texts] == [3, 1]
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_sizes_fit_the_static_cache(size):
-    from fastgen.optimizer.decoding.static_kv_cache import MOST_TOKENS
-
-    assert 1 < size <= MOST_TOKENS
+@pytest.mark.parametrize("rows", range(1, 9))
+def test_sizes_fit_the_static_cache(rows):
+    sizes = drafts.sizes_for(rows)
+    assert sizes == tuple(sorted(set(sizes))) and 1 < sizes[0] and sizes[-1] <= static_kv_cache.MOST_TOKENS

@@ -107,7 +107,7 @@ def test_finished_rows_leave_between_drafts(cuda_graphs):
 
 @GRAPHS
 @pytest.mark.parametrize("rows", (1, 3))
-def test_user_code_is_called_as_by_the_library(rows, cuda_graphs):
+def test_user_code_of_a_drafted_call_is_called_as_usual(rows, cuda_graphs):
     model, input_ids = tiny("llama"), token_ids(rows, 20)
     notes = []
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from calls import make_model
 from measure import Options, compare, with_and_without
+from trl_step import GrpoStep, measure_step
 
 import fastgen
 
@@ -42,6 +43,7 @@ CASES = {
         "grpo": Case(4, 8, 512, 64, workload="4 prompts of 512, 8 completions of 64, forward and backward"),
         "grpo-long": Case(4, 8, 128, 256, workload="4 prompts of 128, 8 completions of 256, forward and backward"),
         "dpo": Case(4, 2, 512, 64, workload="4 pairs, prompt 512, answers of 64, forward and backward"),
+        "trl-grpo": GrpoStep(),
         "alone": Case(8, 1, 512, 64, workload="8 prompts of 512, 1 completion of 64 each, forward and backward"),
     }
 }
@@ -70,7 +72,9 @@ class Pass:
         return [log_probs.detach(), *(weight.grad for weight in layers[0].parameters() if weight.dim() == 2)]
 
 
-def measure(kind: str, name: str, case: Case, options: Options) -> dict[str, Any]:
+def measure(kind: str, name: str, case: Case | GrpoStep, options: Options) -> dict[str, Any]:
+    if isinstance(case, GrpoStep):
+        return {"case": name, "dtype": options.dtype, **measure_step(case, options)}
     torch.manual_seed(0)
     tolerance = TOLERANCES[options.dtype]
 

@@ -69,6 +69,10 @@ CODES: dict[str, dict[str, str]] = {
             "library's"
         ),
         "SYNCED_GPUS": "`synced_gpus` is set",
+        "TRAINER": (
+            "a trainer of TRL computes itself: images, the auxiliary loss of experts, logits for `compute_metrics`, a "
+            "batch that is split among devices"
+        ),
         "TORCH_MODE": "a `TorchFunctionMode`, `TorchDispatchMode` or functorch transform is active",
         "AUTOCAST": (
             "autocast is on, or is entered inside the forward, as in models that accelerate has prepared with mixed "

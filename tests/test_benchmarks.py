@@ -47,8 +47,9 @@ CASES = {
     "mqa/multi-query": (["length=8", "batch=2"], False),
     "small": (["shapes=1"], False),
     "drafts/llama-1-80": (["model=llama", "length=48", "new_tokens=12"], False),
+    "trainer/trl-grpo": (["model=llama", "prompts=2", "length=12", "completions=2", "completion_length=4"], True),
 }
-OPTIONAL = {"fairseq": "fairseq", "fairseq_command": "fairseq", "lm_eval": "lm_eval"}
+OPTIONAL = {"fairseq": "fairseq", "fairseq_command": "fairseq", "lm_eval": "lm_eval", "trainer/trl-grpo": "trl"}
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ PARAMS = [pytest.param(case, marks=[pytest.mark.slow] * slow) for case, (_, slow
 
 @pytest.mark.parametrize("case", PARAMS)
 def test_a_tiny_case_of_each_kind_is_measured_and_has_a_floor(run, case, capsys):
-    pytest.importorskip(OPTIONAL.get(case.partition("/")[0], "transformers"))
+    pytest.importorskip(OPTIONAL.get(case) or OPTIONAL.get(case.partition("/")[0], "transformers"))
     status, data = run(case, *["--set"] * bool(CASES[case][0]), *CASES[case][0])
     (result,) = data["results"]
     assert status == 0 and result["equal"]

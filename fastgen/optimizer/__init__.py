@@ -1,4 +1,7 @@
-"""All patches, and the set that applies them. Imports no host library and no torch."""
+"""All patches, and the set that applies them. Imports no host library and no torch.
+
+Tests: tests/test_package.py, tests/test_lm_eval.py, tests/test_trl.py
+"""
 
 from fastgen.config import CONFIG
 from fastgen.optimizer import fairseq, transformers
@@ -14,6 +17,27 @@ _LM_EVAL = Patch(
     needs=(("transformers", transformers.TESTED[0]),),
 )
 
-PATCHES = (*transformers.PATCHES, *fairseq.PATCHES, _LM_EVAL)
+
+def _of_trainer(name: str, method: str, parameters: tuple[str, ...], replacement: str) -> Patch:
+    return Patch(
+        f"trl.{name.lower()}.{replacement}",
+        f"trl.trainer.{name.lower()}_trainer:{name}Trainer.{method}",
+        f"fastgen.optimizer.trl:{replacement}",
+        tested=("1.16.0", "1.16.0"),  # by tests/test_trl.py; 1.15 needs a GPU, and older ones score in another way
+        parameters=("self", "model", *parameters),
+        group=f"trl.{name.lower()}",
+        needs=(("transformers", transformers.TESTED[0]),),
+    )
+
+
+_SCORED = ("input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy", "compute_aux_loss")
+_TRL = (
+    _of_trainer("GRPO", "_get_per_token_logps_and_entropies", _SCORED, "token_scores"),
+    _of_trainer("RLOO", "_get_per_token_logps_and_entropies", _SCORED, "token_scores"),
+    _of_trainer("DPO", "_compute_loss", ("inputs", "return_outputs"), "preference_loss"),
+    _of_trainer("DPO", "compute_ref_log_probs", ("inputs",), "reference_scores"),
+)
+
+PATCHES = (*transformers.PATCHES, *fairseq.PATCHES, _LM_EVAL, *_TRL)
 
 PATCH_SET = PatchSet(PATCHES, is_strict=lambda: CONFIG.strict)

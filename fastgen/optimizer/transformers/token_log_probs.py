@@ -128,14 +128,26 @@ class TokenScorer:
 
         Raises LeaveAlone if nothing is gained, or the model is not supported.
         """
+        return self.of_buckets(self.buckets_sync(input_ids, mask), input_ids, mask, columns)
+
+    def buckets_sync(self, input_ids: Tensor, mask: Tensor) -> list[Bucket]:
+        """Returns buckets with all rows, and reports them. Raises LeaveAlone as `shared_sync`."""
         buckets = self._buckets_sync(input_ids, mask)
+        leave_alone_for(self.unsupported_reasons(input_ids.shape[1]))
+        self._report(buckets)
+        return buckets
+
+    def unsupported_reasons(self, length: int) -> list[Reason]:
+        """Returns why the model cannot share beginnings; empty if it can."""
         modules = checkpointing_modules(self.model)
-        leave_alone_for(checkpointing_reasons(modules))
         with switched_off(modules):
-            leave_alone_for(self._unsupported_reasons(input_ids.shape[1]))
-            self._report(buckets)
-            with checkpointing(modules), self._expanding_latents(modules):
-                return self._of_buckets(buckets, input_ids, mask, columns)
+            return checkpointing_reasons(modules) or self._unsupported_reasons(length)
+
+    def of_buckets(self, buckets: list[Bucket], input_ids: Tensor, mask: Tensor, columns: int) -> Scores:
+        """Returns the scores of the last columns, with the beginning of each group computed once."""
+        modules = checkpointing_modules(self.model)
+        with switched_off(modules), checkpointing(modules), self._expanding_latents(modules):
+            return self._of_buckets(buckets, input_ids, mask, columns)
 
     def _buckets_sync(self, input_ids: Tensor, mask: Tensor) -> list[Bucket]:
         """Returns buckets with all rows. Raises LeaveAlone if nothing is gained."""
@@ -202,7 +214,7 @@ class TokenScorer:
                 parts = self._of_groups(bucket, tokens, visible, first)
             else:
                 parts = [self.plain(tokens, visible, end - first)]
-            scores.append([functional.pad(torch.cat(values, dim=1), (0, length - end)) for values in zip(*parts)])
+            scores.append([_padded(torch.cat(values, dim=1), length - end) for values in zip(*parts)])
         places = torch.tensor(order, device=input_ids.device).argsort()
         return [torch.cat(values)[places] for values in zip(*scores)]
 
@@ -235,3 +247,8 @@ class TokenScorer:
     def _scores(self, tokens: Tensor, logits: Tensor) -> Scores:
         """Returns the scores of tokens `[rows, columns]` under logits `[rows, columns, vocabulary_size]`."""
         return token_scores(logits, tokens, self.temperature, self.entropy)
+
+
+def _padded(values: Tensor, columns: int) -> Tensor:
+    """Returns values `[rows, columns, …]` with so many more columns of zeros."""
+    return functional.pad(values, (*[0, 0] * (values.dim() - 2), 0, columns))

@@ -1,0 +1,108 @@
+"""A whole step of TRL's GRPO: generate, score by the reference, learn; transformers and TRL against fastgen.
+
+Losses are compared to 1e-4, and gradients to a thousandth of their norms, which needs the same completions and so
+float32. Needs `pip install trl`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from calls import MODELS
+from measure import Options, compare, with_and_without
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast, TrainerCallback
+
+
+@dataclass(frozen=True)
+class GrpoStep:
+    """A step with completions of several prompts. lengths are in tokens, of which a word is one."""
+
+    prompts: int = 4
+    length: int = 512
+    completions: int = 8
+    completion_length: int = 64
+    model: str = "llama-like"
+
+    @property
+    def workload(self) -> str:
+        """Returns the case in words."""
+        each = f"{self.completions} completions of {self.completion_length} each"
+        return f"a GRPO step of TRL, {MODELS[self.model].title}, {self.prompts} prompts of {self.length} tokens, {each}"
+
+
+class Gradients(TrainerCallback):
+    """Copies the gradients of a step."""
+
+    def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
+        self.copies = [weight.grad.clone() for weight in model.parameters()]
+
+
+class Training:
+    """A trainer whose model begins each step with the same weights."""
+
+    def __init__(self, case: GrpoStep, options: Options, folder: Path) -> None:
+        from datasets import Dataset
+        from trl import GRPOConfig, GRPOTrainer
+
+        model = MODELS[case.model].make().to(options.torch_dtype)
+        model.save_pretrained(folder)  # where the reference is loaded from
+        names = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(3, model.config.vocab_size))]
+        words = Tokenizer(WordLevel({word: index for index, word in enumerate(names)}, unk_token="<pad>"))
+        words.pre_tokenizer = WhitespaceSplit()
+        special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **special)
+        lines = [
+            " ".join(names[3 + (31 * row + word**2) % 997] for word in range(case.length))
+            for row in range(case.prompts)
+        ]
+        arguments = GRPOConfig(
+            output_dir=str(folder / "out"),
+            max_steps=1,
+            per_device_train_batch_size=case.prompts * case.completions,
+            num_generations=case.completions,
+            max_completion_length=case.completion_length,
+            beta=0.04,
+            bf16=False,
+            gradient_checkpointing=False,
+            use_cpu=options.device == "cpu",
+            model_init_kwargs={"dtype": options.dtype},
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        self.trainer = GRPOTrainer(
+            str(folder), reward, arguments, Dataset.from_dict({"prompt": lines}), processing_class=tokenizer
+        )
+        self.gradients = Gradients()
+        self.trainer.add_callback(self.gradients)
+        self.weights = {name: weight.clone() for name, weight in self.trainer.model.state_dict().items()}
+
+    def step(self) -> list[Any]:
+        """Returns the loss of a step, and its gradients."""
+        trainer = self.trainer
+        trainer.model.load_state_dict(self.weights)
+        trainer.optimizer = trainer.lr_scheduler = None
+        loss = trainer.train().training_loss
+        return [loss, *self.gradients.copies]
+
+
+def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    return [sum(tokens) / len(tokens) / 1000 for tokens in completion_ids]
+
+
+def are_equal(stock: list[Any], fast: list[Any]) -> bool:
+    (stock_loss, *expected), (loss, *gradients) = stock, fast
+    is_close = [float((ours - theirs).norm()) <= 1e-3 * theirs.norm() for ours, theirs in zip(gradients, expected)]
+    return abs(loss - stock_loss) <= 1e-4 and all(is_close)
+
+
+def measure_step(case: GrpoStep, options: Options) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        training = Training(case, options, Path(folder))
+        return compare(with_and_without(training.step), options, are_equal)[0]

@@ -1,0 +1,231 @@
+"""Trainers of TRL: what rows of a batch have in common at their beginning goes through the model once.
+
+    TRL's method, with the scored columns alone ──> model(…), in its wrappers ──> backbone ──> head
+                                                                                     ↑
+                                        TokenScorer, with all columns: the states of the scored ones
+
+GRPO and RLOO score several completions of a prompt, DPO two answers. The methods stay TRL's. While they run,
+`TokenScorer` of token_log_probs.py, which shares beginnings forward and backward, is in place of the model's backbone.
+All else is as without fastgen: wrappers (DDP, adapters that are switched off for the reference), the head in tiles, its
+precision and temperature, entropies and metrics.
+
+Left to TRL: inputs other than text, the auxiliary loss of experts, logits for `compute_metrics`, and models that cannot
+be shared. Generation, by vLLM or not, is not concerned.
+
+Tests: tests/test_trl.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from fastgen.optimizer import PATCH_SET
+from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.cost_model import size_of
+from fastgen.optimizer.decoding.report import PREFILL, LeaveAlone, Reason, leave_alone_for, that_hold
+from fastgen.optimizer.transformers import row_buckets
+from fastgen.optimizer.transformers.checks import KNOWN, generate_call
+from fastgen.optimizer.transformers.row_buckets import Bucket
+from fastgen.optimizer.transformers.token_log_probs import Scores, TokenScorer
+
+TOKENS, MASK, COMPLETIONS = "input_ids", "attention_mask", "completion_mask"
+
+# The items of DPO's batches of texts, and the arguments of a backbone that say nothing about tokens.
+_OF_TEXTS = {TOKENS, MASK, COMPLETIONS, "ref_chosen_logps", "ref_rejected_logps"}
+_OF_OUTPUTS = {"use_cache", "return_dict"}
+
+# Log-probabilities, entropies or None, and an auxiliary loss or None.
+Results = tuple[Tensor, "Tensor | None", "Tensor | None"]
+Result = TypeVar("Result")
+
+
+def token_scores(
+    original: Callable[..., Results],
+    self: Any,
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    logits_to_keep: int,
+    batch_size: int | None = None,
+    compute_entropy: bool = False,
+    compute_aux_loss: bool = False,
+    **inputs: Any,
+) -> Results:
+    """Replaces `_get_per_token_logps_and_entropies` of `GRPOTrainer` and `RLOOTrainer`.
+
+    Batches have no more tokens than TRL's of `batch_size` rows, and therefore more rows: a prompt's completions stay
+    together.
+    """
+    options = {"logits_to_keep": logits_to_keep, "compute_entropy": compute_entropy}
+    asked = [name for name, value in inputs.items() if value is not None] + ["compute_aux_loss"] * compute_aux_loss
+
+    def shared(scorers: list[StateScorer]) -> Results:
+        buckets = buckets_sync(self, scorers, input_ids, attention_mask, asked)
+        parts_of_rows = [*batches(buckets, input_ids.shape[1], input_ids[:batch_size].numel())]
+        is_each_alone = len(parts_of_rows) == len(input_ids)
+        leave_alone_for(that_hold(("ONE_ROW_PER_INPUT", "batches of batch_size hold one row", is_each_alone)))
+        scored, order, parts = slice(-logits_to_keep - 1, None), [], []
+        for batch in parts_of_rows:
+            tokens, mask = input_ids[batch], attention_mask[batch]
+            with scorers[0].in_place_of_backbone(tokens, mask):
+                parts.append(original(self, model, tokens[:, scored], mask[:, scored], **options))
+            order += batch
+        places = torch.tensor(order, device=input_ids.device).argsort()
+        log_probs, entropies, _ = zip(*parts)
+        return torch.cat(log_probs)[places], torch.cat(entropies)[places] if compute_entropy else None, None
+
+    options_of_all = {"batch_size": batch_size, "compute_aux_loss": compute_aux_loss, **options, **inputs}
+    return share_or(shared, partial(original, self, model, input_ids, attention_mask, **options_of_all), self, [model])
+
+
+def preference_loss(
+    original: Callable[..., Tensor], self: Any, model: nn.Module, inputs: dict[str, Any], return_outputs: bool
+) -> Any:
+    """Replaces `DPOTrainer._compute_loss`, which scores answers by the model and, unless precomputed, the reference."""
+    models = [model] if self.ref_model is None or self.precompute_ref_logps else [model, self.ref_model]
+    asked = ["the auxiliary loss"] * self.aux_loss_enabled + ["return_outputs"] * return_outputs
+    return of_answers(lambda scored: original(self, model, scored, return_outputs), self, models, inputs, asked)
+
+
+def reference_scores(original: Callable[..., Any], self: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
+    """Replaces `DPOTrainer.compute_ref_log_probs`, which scores answers by the reference before the training."""
+    return of_answers(partial(original, self, model), self, [model], inputs, [])
+
+
+def of_answers(
+    score: Callable[[dict[str, Any]], Result], trainer: Any, models: list[Any], inputs: dict[str, Any], asked: list[str]
+) -> Result:
+    """Returns the score of a batch of answers, with what they have in common computed once by each of these models."""
+    tokens, mask, answers = inputs[TOKENS], inputs[MASK], inputs[COMPLETIONS]
+
+    def shared(scorers: list[StateScorer]) -> Result:
+        buckets_sync(trainer, scorers, tokens, mask, [*asked, *(inputs.keys() - _OF_TEXTS)])
+        first = max(int(answers.any(dim=0).long().argmax()) - 1, 0)
+        with ExitStack() as stack:
+            for scorer in scorers:
+                stack.enter_context(scorer.in_place_of_backbone(tokens, mask))
+            # The mask stays, because TRL counts its tokens.
+            return score({**inputs, TOKENS: tokens[:, first:], COMPLETIONS: answers[:, first:]})
+
+    return share_or(shared, partial(score, inputs), trainer, models)
+
+
+def share_or(
+    shared: Callable[[list[StateScorer]], Result], original: Callable[[], Result], trainer: Any, models: list[nn.Module]
+) -> Result:
+    """Returns the result of `shared`, or of the original if `shared` leaves the call alone; reports why."""
+    bases = [base_of(trainer, model) for model in models]
+    with generate_call(bases[0], has_steps=False) as call:
+        try:
+            return shared([StateScorer(call, base) for base in bases])
+        except LeaveAlone as left_alone:
+            reasons, call.is_accelerated = left_alone.reasons, False
+            call.report.shared.clear()
+        call.report.add_reasons(PREFILL, reasons)
+        return original()
+
+
+def base_of(trainer: Any, model: nn.Module) -> Any:
+    """Returns the model inside the wrappers of accelerate and PEFT, whose `forward` TRL has replaced."""
+    unwrapped = trainer.accelerator.unwrap_model(model)
+    return unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped
+
+
+def buckets_sync(
+    trainer: Any, scorers: list[StateScorer], tokens: Tensor, mask: Tensor, asked: list[str]
+) -> list[Bucket]:
+    """Returns the buckets of rows that share something. Raises LeaveAlone if these models cannot, or gain nothing.
+
+    asked: what the trainer passes to the models besides texts, or expects besides scores.
+    """
+    configs = getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
+    reads_tokens = ("is_prompt_learning", "alora_invocation_tokens")
+    virtual = [str(one.peft_type) for one in configs.values() if any(getattr(one, name, None) for name in reads_tokens)]
+    is_split = getattr(trainer.accelerator, "parallelism_config", None) is not None
+    leave_alone_for(
+        that_hold(
+            ("UNTESTED", "this version of TRL was not tested", "trl" in PATCH_SET.untested_hosts),
+            ("TRAINER", "the trainer uses {}", sorted(asked)[:1]),
+            ("TRAINER", "the rows or columns of a batch are split among devices", is_split),
+            ("VIRTUAL_TOKENS", "{} puts tokens of its own before the prompt, or looks for some in it", virtual[:1]),
+            *(scorer.reasons(tokens.shape[1]) for scorer in scorers[1:]),
+            scorers[0].reasons_in_backbone,
+        )
+    )
+    return scorers[0].buckets_sync(tokens, mask)
+
+
+def batches(buckets: Iterable[Bucket], columns: int, limit: int) -> Iterator[list[int]]:
+    """Yields rows in batches of at most `limit` tokens, or of one row; rows of a group are next to each other."""
+    batch: list[int] = []
+    left = limit
+    for bucket in buckets:
+        for number, row in enumerate(bucket.rows):
+            needed = columns - (bucket.split if number % bucket.rows_per_group else 0)
+            if batch and needed > left:
+                yield batch
+                batch, left, needed = [], limit, columns
+            batch.append(row)
+            left -= needed
+    yield batch
+
+
+class StateScorer(TokenScorer):
+    """The forwards of a model's backbone, whose hidden states are in place of scores."""
+
+    def __init__(self, call: GenerateCall, base: Any) -> None:
+        super().__init__(call, base, temperature=1.0, entropy=False)
+        self.gains = partial(call.costs.should_split_prefix, size_of(base, KNOWN))
+        self.backbone = base.base_model
+        self.forward = self.backbone.forward
+
+    @property
+    def reasons_in_backbone(self) -> list[Reason]:
+        """The reasons why another forward cannot be in place of the backbone's."""
+        config = self.model.config.get_text_config()
+        return that_hold(
+            ("METHOD_REPLACED", "the backbone's forward is not that of its class", "forward" in vars(self.backbone)),
+            ("TRAINER", "the model returns router logits", bool(getattr(config, "output_router_logits", False))),
+        )
+
+    def reasons(self, columns: int) -> list[Reason]:
+        """Returns why beginnings cannot be shared; `buckets_sync` finds the same for the first model."""
+        return self.reasons_in_backbone or self.unsupported_reasons(columns)
+
+    @contextmanager
+    def in_place_of_backbone(self, tokens: Tensor, mask: Tensor) -> Iterator[None]:
+        """A context in which the backbone returns the states of these rows' last columns, as many as it is passed."""
+        vars(self.backbone)["forward"] = partial(self._states_sync, tokens, mask)
+        try:
+            yield
+        finally:
+            del vars(self.backbone)["forward"]
+
+    def _states_sync(self, tokens: Tensor, mask: Tensor, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        passed = {name for name, value in kwargs.items() if value is not None} - _OF_OUTPUTS
+        if args or passed != {TOKENS, MASK}:
+            names = ", ".join(sorted(passed))
+            raise LeaveAlone([Reason("ARGUMENT_COLUMNS", f"the backbone is passed {names or 'unnamed arguments'}")])
+        columns = kwargs[TOKENS].shape[1] - 1
+        try:
+            buckets = row_buckets.buckets_sync(tokens, mask, self.gains)
+        except LeaveAlone:  # a batch may have less in common than all rows
+            (states,) = self.plain(tokens, mask, columns)
+        else:
+            (states,) = self.of_buckets(buckets, tokens, mask, columns)
+        last = states.new_zeros(len(states), 1, states.shape[2])  # it would predict a token after the last
+        return BaseModelOutputWithPast(last_hidden_state=torch.cat([states, last], dim=1))
+
+    def _logits(self, columns: int, input_ids: Tensor, mask: Tensor | None, cache: Any = None) -> Tensor:
+        outputs = self.forward(input_ids, attention_mask=mask, past_key_values=cache, use_cache=cache is not None)
+        return outputs.last_hidden_state[:, -columns:]
+
+    def _scores(self, tokens: Tensor, logits: Tensor) -> Scores:
+        return [logits]

@@ -130,8 +130,8 @@ class Drafts:
     def propose(self, most: int) -> list[list[int]]:
         """Returns a draft of each row, all of one length; empty if none is worthwhile.
 
-        most: the most tokens of a row in a forward. Of `sizes_for` these rows, the one that is expected to make most tokens
-        in a time is chosen.
+        most: the most tokens of a row in a forward. Of `sizes_for` these rows, the one that is expected to make most
+        tokens in a time is chosen.
         """
         if any(text.place is None for text in self.texts):
             return []
@@ -153,8 +153,8 @@ class Drafts:
         return self._right[length] / self._seen[length]
 
     def take(self, rows: Sequence[int]) -> None:
-        """Row i becomes what row `rows[i]` was."""
-        self.texts = [self.texts[row] for row in rows]
+        """Row i becomes what row `rows[i]` was, if texts are there already."""
+        self.texts = [self.texts[row] for row in rows] if self.texts else []
 
 
 # A draft must be expected to make so many tokens in the time of a step.

@@ -171,14 +171,20 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         """
         if (graph := self.graph) is None:
             return self.forward(self.model, self.inputs(tokens, None, size), None)
-        inputs, outputs, graph = self.inputs(tokens, graph.view, size), None, graph.of_size(size)
-        uses, before = (self.most - graph.cache.generated_length) // size, self.graphs.uses_without
-        looks_back = self.call.costs.looks_back
-        wants_new = self._wants_new_graph(uses + (before[self.rows, size] if looks_back else 0))
-        before[self.rows, size] += not wants_new
-        if wants_new or graph.state is not GraphState.NEW:
-            outputs = self._attempt(graph, inputs)
+        inputs, outputs = self.inputs(tokens, graph.view, size), None
+        if self.replays_ahead(size):
+            outputs = self._attempt(graph.of_size(size), inputs)
+        else:
+            self.graphs.uses_without[self.rows, size] += 1
         return graph.function(inputs) if outputs is None else outputs
+
+    def replays_ahead(self, size: int) -> bool:
+        """Whether the next forward of so many tokens is a replay, or captured because its uses are worth it."""
+        graph, costs = self.graph, self.call.costs
+        if graph is None or graph.of_size(size).state is not GraphState.NEW:
+            return graph is not None
+        uses = (self.most - graph.cache.generated_length) // size
+        return self._wants_new_graph(uses + (self.graphs.uses_without[self.rows, size] if costs.looks_back else 0))
 
     def compact(self, batch_index: Tensor, rows: Tensor) -> None:
         """Drops the inputs that are not at `batch_index`; row i becomes what row `rows[i]` was (int64 both).

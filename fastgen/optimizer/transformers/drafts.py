@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from fastgen.models.cache_names import CACHE
+from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.drafts import Drafts, Text
 from fastgen.optimizer.decoding.graphs import differs_sync
 from fastgen.optimizer.decoding.report import DRAFTS, MODEL_CHANGED, Reason
@@ -45,8 +46,9 @@ class DraftFacts:
     seconds: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0, float("inf")]))
 
 
-# Shorter measurements than these are not trusted.
+# Fewer measurements are not trusted. A forward that takes so many times what is estimated is measured.
 MIN_MEASUREMENTS = 3
+FAR_OFF = 2.5
 
 _version = attrgetter("_version")  # counts changes in place
 
@@ -157,12 +159,20 @@ class DraftedSteps:
         return newest
 
     def _cost(self, rows: int, size: int) -> float:
-        """Returns what a forward of so many tokens per row takes, in steps of one token: measured, or estimated."""
-        costs, seconds = self.step.call.costs, self.facts.seconds
-        count, shortest = seconds[rows, size]
-        singles, single = seconds[rows, 1]
+        """Returns what a forward of so many tokens per row takes, in steps of one token.
+
+        It is estimated, so that a program takes the same way each time that it runs, and measured only where that is
+        far off, such as for experts, of which more tokens read more.
+        """
+        step, costs, seconds = self.step, self.step.call.costs, self.facts.seconds
+        (count, shortest), (singles, single) = seconds[rows, size], seconds[rows, 1]
+        estimated = costs.steps_of_forward(rows * size)
+        if step.graph is not None and not step.replays_ahead(size):  # single steps take less of the host
+            host, computed = costs.seconds_of_step(size_of(step.model, step.known_code), rows)
+            estimated *= 1 + host / computed
         is_measured = min(count, singles) >= MIN_MEASUREMENTS and costs.looks_back
-        return shortest / single if is_measured else costs.steps_of_forward(rows * size)
+        is_far_off = is_measured and shortest > FAR_OFF * estimated * single
+        return shortest / single if is_far_off else estimated
 
     def _propose(self, input_ids: Tensor) -> list[list[int]]:
         """Returns the draft of each row to be checked now; empty if there is none, or it is not worthwhile."""

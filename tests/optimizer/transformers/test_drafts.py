@@ -34,6 +34,7 @@ NAMES = (
     "marian",
 )
 NEW = 40
+COST = drafts.DraftedSteps._cost
 GRAPHS = pytest.mark.parametrize("cuda_graphs", ("off", "on"))
 
 
@@ -216,6 +217,19 @@ def test_left_alone(name, overrides, arguments, code):
         )
     )  # fmt: skip
     assert not both.report.drafted and (code is None or code in both.report.codes(DRAFTS))
+
+
+@GRAPHS
+def test_forwards_that_take_far_longer_than_estimated_are_measured(cuda_graphs, monkeypatch):
+    model, inputs = tiny("llama"), inputs_of("llama", 30)
+    monkeypatch.setattr(drafts.DraftedSteps, "_cost", COST)
+    with capturing(cuda_graphs, drafts="auto"):
+        assert forced(model, inputs).drafted
+        for (_, size), entry in drafts._facts[model].seconds.items():
+            entry[:] = drafts.MIN_MEASUREMENTS, 20.0 if size > 1 else 1.0
+        monkeypatch.setattr(drafts.DraftedSteps, "_timed", lambda self, size, run, *arguments: run(*arguments))
+        report = forced(model, inputs)
+    assert not report.drafted
 
 
 def test_the_switch_is_reported():

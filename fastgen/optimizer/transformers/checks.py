@@ -344,7 +344,6 @@ class CallChecks:
         """The reasons why a step has one token: a forward of several might not give the same as several forwards."""
         cache, most = kv_layers.cache_of(self.arguments.model_kwargs), self.arguments.generation_config.max_length or 0
         return that_hold(
-            ("TRANSFORMERS_VERSION", "transformers before 5.17 has other static caches", not compat.LAYERS_ARE_KNOWN),
             self._attention,
             ("CACHE_TYPE", "there is no DynamicCache", cache is None or kv_layers.is_static(cache)),
             [] if cache is None else kv_layers.unsupported_types(cache) + kv_layers.layer_reasons(cache, most),

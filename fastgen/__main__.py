@@ -167,8 +167,11 @@ def _rates() -> list[str]:
 
 def _usable_and_not(kernels: Sequence[Kernel]) -> tuple[str, str]:
     """Returns the names of the usable kernels, the first choice first, and the others with the reasons against them."""
-    usable = [kernel.name for kernel in kernels if not kernel.unsupported_reasons()]
-    return ", ".join(usable) or "none", "; ".join(str(kernel) for kernel in kernels if kernel.unsupported_reasons())
+    by_reason: dict[str, list[str]] = {}
+    for kernel in kernels:
+        by_reason.setdefault("; ".join(kernel.unsupported_reasons()), []).append(kernel.name)
+    usable = ", ".join(by_reason.pop("", ["none"]))
+    return usable, "; ".join(f"{', '.join(names)}: {reasons}" for reasons, names in by_reason.items())
 
 
 def _source_tree(tree: Path) -> list[str]:

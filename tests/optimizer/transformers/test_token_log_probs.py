@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import FunctionType
 
 import pytest
@@ -15,6 +16,7 @@ from tiny_models import tiny, token_ids
 from torch.nn import functional
 
 import fastgen
+from fastgen.ops.device_rates import CPU
 from fastgen.testing import configured, costs
 
 pytestmark = pytest.mark.usefixtures("share_always")
@@ -136,7 +138,7 @@ def test_pairs_share_beginnings_that_differ_in_length(tokens):
 def test_groups_of_unequal_beginnings_share_their_forwards(tokens):
     input_ids = token_ids(4, 20)
     input_ids[2, :15], input_ids[3, :14] = input_ids[0, :15], input_ids[1, :14]
-    with configured(share="auto"), costs(prefill_cost=0, prefill_cost_per_module=0, saved_per_module=0):
+    with configured(share="auto"), costs(rates=replace(CPU, module=0.0)):
         assert_agrees(tiny("llama"), input_ids, None, columns=4)
     assert tokens[2:] == [2 * 13, 4 * 6]
 

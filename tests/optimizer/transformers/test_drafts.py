@@ -220,7 +220,7 @@ def test_left_alone(name, overrides, arguments, code):
 
 
 @GRAPHS
-def test_forwards_that_take_far_longer_than_estimated_are_measured(cuda_graphs, monkeypatch):
+def test_forwards_far_slower_than_estimated_are_measured(cuda_graphs, monkeypatch):
     model, inputs = tiny("llama"), inputs_of("llama", 30)
     monkeypatch.setattr(drafts.DraftedSteps, "_cost", COST)
     with capturing(cuda_graphs, drafts="auto"):

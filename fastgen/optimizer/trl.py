@@ -28,10 +28,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.report import PREFILL, LeaveAlone, Reason, leave_alone_for, that_hold
 from fastgen.optimizer.transformers import row_buckets
-from fastgen.optimizer.transformers.checks import KNOWN, generate_call
+from fastgen.optimizer.transformers.checks import generate_call
 from fastgen.optimizer.transformers.row_buckets import Bucket
 from fastgen.optimizer.transformers.token_log_probs import Scores, TokenScorer
 
@@ -182,7 +181,6 @@ class StateScorer(TokenScorer):
 
     def __init__(self, call: GenerateCall, base: Any) -> None:
         super().__init__(call, base, temperature=1.0, entropy=False)
-        self.gains = partial(call.costs.should_split_prefix, size_of(base, KNOWN))
         self.backbone = base.base_model
         self.forward = self.backbone.forward
 

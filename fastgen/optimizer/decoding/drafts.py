@@ -22,7 +22,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-MOST_TOKENS = 8  # of one row
+from fastgen.optimizer.decoding.static_kv_cache import MOST_TOKENS
+
 CHEAP_TOKENS = 12  # of all rows: more take much longer than a step (skinny GEMM, AMD EPYC, model 17)
 
 # Longer matches are not told apart.

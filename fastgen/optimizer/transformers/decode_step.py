@@ -89,15 +89,13 @@ class TransformersDecodeStep(DecodeStep):
         self.arguments = self.extended(outputs)
         return outputs.logits[:, -1].to(dtype=torch.float32, device=input_ids.device)
 
-    def extended(self, outputs: Any, count: int | None = None) -> dict[str, Any]:
-        """Returns the arguments with `count` more tokens; drafts are added to a copy."""
-        is_encoder_decoder = self.model.config.is_encoder_decoder
-        if count is None:
-            return self.model._update_model_kwargs_for_generation(
-                outputs, self.arguments, is_encoder_decoder=is_encoder_decoder
-            )
+    def extended(self, outputs: Any, drafts: int = 0) -> dict[str, Any]:
+        """Returns the arguments with one more token, or a copy with so many drafted ones."""
         return self.model._update_model_kwargs_for_generation(
-            outputs, dict(self.arguments), is_encoder_decoder=is_encoder_decoder, num_new_tokens=count
+            outputs,
+            dict(self.arguments) if drafts else self.arguments,
+            is_encoder_decoder=self.model.config.is_encoder_decoder,
+            **({"num_new_tokens": drafts} if drafts else {}),
         )
 
     def prefill(self, tokens: Tensor) -> Any:

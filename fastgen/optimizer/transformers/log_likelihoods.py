@@ -59,8 +59,7 @@ def log_likelihoods(
     number, or one is empty, longer than the model's positions or contains an invalid token id; TypeError if they are
     not lists of strings or of token ids.
     """
-    if not isinstance(getattr(model, "config", None), PreTrainedConfig):
-        raise TypeError(f"model is a {type(model).__name__} (accepted: a decoder-only model of transformers)")
+    check_type(model)
     for name, texts in (("contexts", contexts), ("continuations", continuations)):
         if isinstance(texts, str) or not isinstance(texts, (Sequence, Tensor, numpy.ndarray)):
             kind = "one string" if isinstance(texts, str) else f"a {type(texts).__name__}"
@@ -69,8 +68,7 @@ def log_likelihoods(
         raise ValueError(f"tokens_per_batch is {tokens_per_batch!r} (accepted: an integer of at least 1)")
     if len(contexts) != len(continuations):
         raise ValueError(f"{len(contexts)} contexts and {len(continuations)} continuations (accepted: as many of both)")
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"{type(model).__name__} has an encoder (accepted: decoder-only models)")
+    check_decoder_only(model)
     embedding = getattr(model.get_input_embeddings(), "weight", None)
     vocabulary = model.config.get_text_config().vocab_size if embedding is None else embedding.shape[0]
     encode = lru_cache(maxsize=None)(partial(_encoded, tokenizer))  # each continuation repeats its context
@@ -95,6 +93,18 @@ def log_likelihoods(
             _check_lengths(model, pairs, error)
             raise
     return [answers[pair] for pair in pairs]
+
+
+def check_type(model: Any) -> None:
+    """Raises TypeError if this is no model of transformers."""
+    if not isinstance(getattr(model, "config", None), PreTrainedConfig):
+        raise TypeError(f"model is a {type(model).__name__} (accepted: a decoder-only model of transformers)")
+
+
+def check_decoder_only(model: Any) -> None:
+    """Raises ValueError if a model of transformers has an encoder."""
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{type(model).__name__} has an encoder (accepted: decoder-only models)")
 
 
 def base_of(model: Any) -> Any:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from fastgen.models.cache_names import CACHE
@@ -35,7 +34,7 @@ from fastgen.optimizer.decoding.segmented_kv import KV, in_segments
 from fastgen.optimizer.transformers import checks, prefixes
 from fastgen.optimizer.transformers.checkpointing import checkpointing, checkpointing_modules, switched_off
 from fastgen.optimizer.transformers.checkpointing import unsupported_reasons as checkpointing_reasons
-from fastgen.optimizer.transformers.log_likelihoods import base_of
+from fastgen.optimizer.transformers.log_likelihoods import base_of, check_decoder_only, check_type
 from fastgen.optimizer.transformers.models import latent_attention
 from fastgen.optimizer.transformers.row_buckets import Bucket, buckets_sync
 
@@ -68,10 +67,8 @@ def token_log_probs(
 
 def _check(model: Any, input_ids: Tensor, mask: Tensor, completion_length: int, temperature: float) -> None:
     """Raises TypeError or ValueError with the name of an argument, its value and what is accepted."""
-    if not isinstance(getattr(model, "config", None), PreTrainedConfig):
-        raise TypeError(f"model is a {type(model).__name__} (accepted: a decoder-only model of transformers)")
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"{type(model).__name__} has an encoder (accepted: decoder-only models)")
+    check_type(model)
+    check_decoder_only(model)
     if input_ids.dim() != 2 or mask.shape != input_ids.shape:
         shapes = f"input_ids {[*input_ids.shape]} and attention_mask {[*mask.shape]}"
         raise ValueError(f"{shapes} (accepted: both [rows, length])")
@@ -122,6 +119,7 @@ class TokenScorer:
     def __init__(self, call: GenerateCall, model: Any, temperature: float, entropy: bool) -> None:
         self.call, self.model, self.temperature, self.entropy = call, model, temperature, entropy
         self.accepted = set(inspect.signature(model.forward).parameters)
+        self.gains = partial(call.costs.should_split_prefix, size_of(model, checks.KNOWN))
 
     def shared_sync(self, input_ids: Tensor, mask: Tensor, columns: int) -> Scores:
         """Returns the scores of the last columns, with common beginnings computed once.
@@ -152,13 +150,12 @@ class TokenScorer:
     def _buckets_sync(self, input_ids: Tensor, mask: Tensor) -> list[Bucket]:
         """Returns buckets with all rows. Raises LeaveAlone if nothing is gained."""
         rows, length = input_ids.shape
-        gains = partial(self.call.costs.should_split_prefix, size_of(self.model, checks.KNOWN))
         self.call.set_rows(rows, rows)
         if not PATCH_SET.is_on:
             raise LeaveAlone([Reason("DISABLED", "fastgen is disabled")])
-        if rows == 1 or not gains((rows - 1) * length):  # whatever the tokens are
+        if rows == 1 or not self.gains((rows - 1) * length):  # whatever the tokens are
             raise LeaveAlone([Reason("TOO_SMALL", "the model or the batch is too small to gain")])
-        return buckets_sync(input_ids, mask, gains)
+        return buckets_sync(input_ids, mask, self.gains)
 
     def _expanding_latents(self, modules: list[nn.Module]) -> AbstractContextManager[None]:
         """A context in which latents in segments are expanded once; not in layers that are computed again outside."""

@@ -22,14 +22,17 @@ FLAGS = "--bs 4 --window 16 --beam 2 --output_format jsonl --min_new_tokens 30 -
 COMMAND = [sys.executable, "-m", "fastgen.cli.transformers.command"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
-# Every batch says that it has begun and waits until it is released, so that a run ends in the middle of one.
+# Every batch says that it has begun and waits until it is released, so that a run ends in the middle of one. It waits in
+# steps: Python would not handle a signal that arrives just before a read that never returns.
 HELD = """
-import os, sys
+import os, select, sys
 from fastgen.cli.transformers.command import main
 from fastgen.batch.pipeline import SplitOnOOM
 generate, begun, go_on = SplitOnOOM.__call__, int(sys.argv.pop(1)), int(sys.argv.pop(1))
 def held(self, batch):
     os.write(begun, b".")
+    while not select.select([go_on], [], [], 0.1)[0]:
+        pass
     os.read(go_on, 1)
     return generate(self, batch)
 SplitOnOOM.__call__ = held

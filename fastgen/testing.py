@@ -63,7 +63,7 @@ PARTS = {
     "check a draft": f"{_TRANSFORMERS}.drafts:DraftedSteps._check",
     "forward of a draft": f"{_TRANSFORMERS}.drafts:DraftedSteps._forward",
     "find a prefix": f"{_TRANSFORMERS}.kept_prefix:PrefixReuse.match_sync",
-    "read weights": f"{_TRANSFORMERS}.kept_prefix:checksums_sync",
+    "read weights": f"{_TRANSFORMERS}.kept_prefix:weights_of",
     "score tokens": f"{_TRANSFORMERS}.log_likelihoods:Scorer._forward",
     "streams of ProphetNet": f"{_TRANSFORMERS}.models.prophetnet:_streams",
     # Facts about a model, and reports of calls.

@@ -24,6 +24,7 @@ OPERATIONS = {
     "RMS norm": "rms_norm",
     "beam top k": "beam_top_k",
     "move rows": "move_rows",
+    "checksums": "checksums",
     "no-repeat n-gram": "no_repeat_ngram.kernels",
 }
 

@@ -78,6 +78,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         self._key: tuple[Any, ...] = ()
         self.variant: Hashable = None
         self._has_exact_lengths = False  # True: this call's inputs cannot be padded
+        self._is_changed = False  # True: user code has changed the model
         self._is_unused = False  # True: the graph was not captured or replayed since its cache was filled
         if captures:
             self.graphs: GraphCache = graphs_of(self.model, first_weight(self.decoder))
@@ -154,8 +155,8 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         self.steps += 1
         if self.steps == 1 and (outputs := self.prefill(tokens)) is not None:
             return outputs
-        if self.graph is not None and self.runs_user_code and self.call.has_changed(self.model):
-            self.leave_captures()
+        if self.graph is not None:
+            self.has_changed()
         if self.graph is not None:
             return self._static_step(self.graph, tokens)
         outputs = self.forward(self.model, self.inputs(tokens, None), None)
@@ -163,6 +164,13 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         if self.captures and self.since in (1, self.call.costs.captures(self.graphs.device).before):
             self._start_captures(tokens, self.logits_of(outputs))
         return outputs
+
+    def has_changed(self) -> bool:
+        """Whether user code has changed the model during the loop; steps are eager from then on."""
+        if self.runs_user_code and not self._is_changed and self.call.has_changed(self.model):
+            self._is_changed = True
+            self.leave_captures()
+        return self._is_changed
 
     def run_ahead(self, tokens: Tensor, size: int) -> Any:
         """Returns the outputs of a forward for the last `size` tokens of `[rows, length]`, all but one of them drafts.

@@ -38,7 +38,7 @@ def sizes_for(rows: int) -> tuple[int, ...]:
 
     They are few, because each is captured by itself.
     """
-    return (2, 4, MOST_TOKENS) if rows == 1 else (2, max(3, CHEAP_TOKENS // rows))
+    return (2, 4, 8, MOST_TOKENS) if rows == 1 else (2, max(3, CHEAP_TOKENS // rows))
 
 
 class Text:

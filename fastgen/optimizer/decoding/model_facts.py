@@ -12,6 +12,7 @@ import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from operator import attrgetter, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -212,6 +213,11 @@ class ModelFacts:
                     configurations.add(id(value))
                     holders.append(value)
         self._holders, self._types = list(map(reference, holders)), list(map(type, holders))
+        others = [(index, name) for index, each in enumerate(self._attributes) for name in each.others]
+        self._with_parameters = [index for index, name in others if name == "_parameters"]
+        self._with_modules = [index for index, name in others if name == "_modules"]
+        self._not_of_torch = [pair for pair in others if pair[1] not in ("_parameters", "_modules")]
+        self._simple = [attributes.values for attributes in self._attributes]
         self._others = self._described(holders, of_instance=True)
 
     @property
@@ -226,10 +232,10 @@ class ModelFacts:
             holders = list(map(ref.__call__, self._holders))
             if list(map(type, holders)) != self._types or not are_current(self._code):
                 return False
-            for holder, attributes in zip(holders, self._attributes):
-                space = holder.__dict__
-                if attributes.get(space) != attributes.values:
-                    return False
+            spaces = [holder.__dict__ for holder in holders]
+            if [attributes.get(space) for attributes, space in zip(self._attributes, spaces)] != self._simple:
+                return False
+            for space, attributes in zip(spaces, self._attributes):
                 if len(space) != attributes.size:
                     added = space.keys() - {*attributes.simple, *attributes.others}
                     new = _attributes_of({name: space[name] for name in added}, self.known_code.not_of_a_step)
@@ -258,17 +264,13 @@ class ModelFacts:
         tensors: list[Any] = []
         try:
             _add([*self.known_code.registered(self._registered_names), *_HOOKS_OF_ALL], values, tensors, identity)
-            for holder, attributes in zip(holders, self._attributes):
-                for name in attributes.others:
-                    value = holder.__dict__[name]
-                    if name == "_modules":
-                        values += value
-                        values += map(identity_of_module, value.values())
-                    elif name == "_parameters":
-                        values += value
-                        tensors += value.values()
-                    else:
-                        _add(value, values, tensors, identity)
+            parameters = [holders[index].__dict__["_parameters"] for index in self._with_parameters]
+            modules = [holders[index].__dict__["_modules"] for index in self._with_modules]
+            values += chain.from_iterable(parameters + modules)
+            values += map(identity_of_module, chain.from_iterable(map(dict.values, modules)))
+            tensors += chain.from_iterable(map(dict.values, parameters))
+            for index, name in self._not_of_torch:
+                _add(holders[index].__dict__[name], values, tensors, identity)
             tensors = [tensor for tensor in tensors if tensor is not None]
             values += [identity(tensor) for tensor in tensors if type(tensor) not in _TENSORS]
             return values + _of_tensors(tensors, _ADDRESS if of_instance else _LAYOUT)

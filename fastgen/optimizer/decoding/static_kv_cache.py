@@ -37,7 +37,7 @@ from fastgen.optimizer.decoding.segmented_kv import KV, cut, in_segments, length
 
 SMALLEST_CAPACITY = 32
 
-MOST_TOKENS = 8  # of one step
+MOST_TOKENS = 12  # of one step
 
 PairSpec = tuple[tuple[Any, ...], ...]  # sizes, dtype and device, for keys and for values
 # Rows, rows per input, the generated pair of a layer; then for growing and for other layers their number and the

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
 
 from fastgen.models.cache_names import CACHE
 from fastgen.optimizer.decoding.call import undo_of_attributes, undo_of_random_numbers
@@ -33,6 +34,7 @@ from fastgen.optimizer.transformers.drafts import DraftedSteps
 
 # Arguments of a forward.
 MASK, ENCODED, KEPT_LOGITS = "attention_mask", "encoder_outputs", "logits_to_keep"
+DECODER_MASK = "decoder_attention_mask"
 
 
 class TransformersDecodeStep(DecodeStep):
@@ -59,6 +61,7 @@ class TransformersDecodeStep(DecodeStep):
         self.drafts = None if sources is None else DraftedSteps(self, sources)
         self._dynamic: Any = None  # the cache before a capture, for eager steps afterwards
         self._padded: dict[str, tuple[Any, int, Any]] = {}  # by name: an argument, the padding, the padded argument
+        self._masks = StepMasks(self.model)
         self.rollback.callback(undo_of_random_numbers(only_torch=True))
         self.rollback.callback(undo_of_attributes(processors))
         if (cache := kv_layers.cache_of(arguments)) is not None:
@@ -108,12 +111,22 @@ class TransformersDecodeStep(DecodeStep):
             arguments = self.extended({}, size - 1) | {CACHE: arguments[CACHE]}
             if KEPT_LOGITS in arguments:
                 arguments[KEPT_LOGITS] = size
+        is_cross = self.model.config.is_encoder_decoder
+        name = DECODER_MASK if is_cross else MASK
+        masks = None if self.graph is None or size > 1 else self._masks.next(self.graph.cache)
+        if masks is not None:  # the library builds none then
+            arguments = {**arguments, name: tree_leaves(masks)[0]}
         inputs = self.model.prepare_inputs_for_generation(tokens, next_sequence_length=length, **arguments)
         if self.graph is None:
             return inputs
         del inputs[CACHE]
-        padding = self.graph.cache.padding
-        return self._pad(inputs, padding) if padding else inputs
+        if (padding := self.graph.cache.padding) and (masks is None or is_cross):
+            inputs = self._pad(inputs, padding)
+        if masks is not None:
+            inputs[name] = masks
+        elif size == 1:
+            self._masks.keep_sync(self.graph.cache, inputs.get(name))
+        return inputs
 
     @staticmethod
     def forward(model: HostModel, inputs: dict[str, Any], view: Any) -> Any:
@@ -138,6 +151,7 @@ class TransformersDecodeStep(DecodeStep):
         return kv_layers.view_of(self.arguments[CACHE] if self.graph is None else self.graph.view, static)
 
     def use(self, static: StaticKVCache) -> None:
+        self._masks.forget()
         if (cache := self._cache()) is not None:
             if not isinstance(kv_layers.layers_of(cache)[0], kv_layers.KVLayer):
                 self.call.on_exit.callback(kv_layers.give_back, self._cache)
@@ -231,6 +245,47 @@ class TransformersDecodeStep(DecodeStep):
             if isinstance(lengths := getattr(processor, "prompt_ignore_length", None), Tensor):
                 self.processors[index] = copy.copy(processor)
                 self.processors[index].prompt_ignore_length = lengths.index_select(0, rows.to(lengths.device))
+
+
+class StepMasks:
+    """The masks of self-attention of one step after another, which see one more position each.
+
+    Building them takes seven launches, and more Python than the rest of a step's arguments. So only the first two are
+    built; if they differ in the new position alone, later ones are the second one with these positions made visible.
+    """
+
+    def __init__(self, model: HostModel) -> None:
+        kind = type(model)
+        is_librarys = kind.prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+        self.is_possible = is_librarys and not hasattr(model, "create_masks_for_generate")
+        self.forget()
+
+    def forget(self) -> None:
+        """Builds the next masks again, because another cache is used."""
+        self._masks: Any = None
+        self._length, self._is_proven = 0, False
+
+    def next(self, cache: StaticKVCache) -> Any:
+        """Returns the masks of the next step over this cache; None if they must be built."""
+        return self._revealed(cache) if self._is_proven else None
+
+    def keep_sync(self, cache: StaticKVCache, masks: Any) -> None:
+        """Keeps the masks that were built for the next step over this cache."""
+        leaves = tree_leaves(masks)
+        if self.is_possible and leaves and all(isinstance(mask, Tensor) and mask.dim() == 4 for mask in leaves):
+            if self._masks is not None:
+                expected = tree_leaves(self._revealed(cache))
+                self._is_proven = len(expected) == len(leaves) and all(map(torch.equal, expected, leaves))
+                self.is_possible = self._is_proven
+            self._masks, self._length = masks, cache.generated_length + 1
+
+    def _revealed(self, cache: StaticKVCache) -> Any:
+        start = cache.self_padding + cache.prompt_length
+        for mask in tree_leaves(self._masks):
+            new = mask[..., start + self._length : start + cache.generated_length + 1]
+            new.fill_(True if mask.dtype == torch.bool else 0)
+        self._length = cache.generated_length + 1
+        return self._masks
 
 
 class LateStopCheck:

@@ -60,13 +60,14 @@ class Checked:
     """A draft and the logits of the forward that checked it.
 
     tokens: `[rows][size - 1]`. logits: `[rows, size, vocabulary_size]`. used: how many of these the loop has taken, or
-    compared in a trial. length: of the cache before the forward.
+    compared in a trial. length: of the cache before the forward. versions: of the weights.
     """
 
     tokens: list[list[int]]
     outputs: Any
     logits: Tensor
     length: int
+    versions: int
     used: int = 0
 
     def follows(self, newest: list[int]) -> bool:
@@ -87,7 +88,7 @@ class DraftedSteps:
         self.drafts = Drafts([], self._cost)
         self.checked: Checked | None = None
         self.trial: Checked | None = None
-        self.is_left_alone, self._versions = False, 0
+        self.is_left_alone = False
         facts, dtype = _facts.get(step.model), step.model.dtype
         if facts is None or facts.dtype != dtype or not step.call.costs.looks_back:
             facts = DraftFacts(dtype)
@@ -100,30 +101,35 @@ class DraftedSteps:
         step, facts = self.step, self.facts
         if step.steps == 0:
             return step.next_logits(input_ids)
-        newest = self._read_sync(input_ids)
-        if step.runs_user_code and (self.checked is not None or self.trial is not None):
-            self._drop_outdated()
-        if (checked := self.checked) is not None and checked.follows(newest):
+        newest, checked, tokens = self._read_sync(input_ids), self.checked, []
+        follows = checked is not None and checked.follows(newest)
+        if not follows:
+            self.settle()
+            if self.trial is not None and not self.trial.follows(newest):
+                self.trial = None
+            if self.trial is None:
+                tokens = self._propose(input_ids)
+        if step.runs_user_code and (follows or tokens or self.trial is not None) and self._is_outdated():
+            self.settle()
+            self.trial, follows, tokens = None, False, []
+        if checked is not None and follows:
             return self._take(checked)
-        self.settle()
-        if self.trial is not None and not self.trial.follows(newest):
-            self.trial = None
-        if self.trial is None and (tokens := self._propose(input_ids)):
-            if facts.is_proven:
-                return self._check(input_ids, tokens)
+        if tokens and facts.is_proven:
+            return self._check(input_ids, tokens)
+        if tokens:
             self._try(input_ids, tokens)
         return self._single_sync(input_ids)
 
-    def _drop_outdated(self) -> None:
-        """Drops logits if user code has changed the model or, in place, its weights."""
-        step, versions = self.step, sum(map(_version, self._weights))
-        has_changed = step.call.has_changed(step.model)
-        if has_changed or versions != self._versions:
-            self.settle()
-            self.trial, self._versions = None, versions
-        if has_changed:
+    def _is_outdated(self) -> bool:
+        """Whether user code has changed the model or, in place, its weights, since the last forward with a draft."""
+        if self.step.has_changed():
             self._leave_alone([MODEL_CHANGED])
-            step.leave_captures()
+            return True
+        ahead = self.checked or self.trial
+        return ahead is not None and ahead.versions != self._versions()
+
+    def _versions(self) -> int:
+        return sum(map(_version, self._weights))
 
     @cached_property
     def _weights(self) -> list[Tensor]:
@@ -191,8 +197,9 @@ class DraftedSteps:
         size = len(tokens[0]) + 1
         length = self.step.arguments[CACHE].get_seq_length()
         drafted = torch.tensor(tokens, dtype=input_ids.dtype, device=input_ids.device)
+        versions = self._versions()
         outputs = self._timed(size, self.step.run_ahead, torch.cat([input_ids, drafted], dim=1), size)
-        return Checked(tokens, outputs, outputs.logits, int(length))
+        return Checked(tokens, outputs, outputs.logits, int(length), versions)
 
     def _check(self, input_ids: Tensor, tokens: list[list[int]]) -> Tensor:
         """Runs a forward with a draft, and returns the logits of its first token."""

@@ -12,13 +12,13 @@ Tests: tests/optimizer/transformers/test_kept_prefix.py
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from fastgen.ops.checksums import checksums_sync
 from fastgen.optimizer.decoding.call import GenerateCall, settings_of
 from fastgen.optimizer.decoding.graphs import torch_settings
 from fastgen.optimizer.decoding.model_facts import ModelFacts
@@ -33,10 +33,6 @@ UNREADABLE = Reason("WEIGHTS_UNREADABLE", "the bits of some weights cannot be re
 
 # Types of options that are compared.
 PLAIN = (type(None), bool, int, float, str)
-
-# A checksum sums words of 8 bytes that are a multiple of one of these numbers apart. The numbers have no common
-# divisor, so words that change places, as the rows of a one-hot matrix may, change at least one of the sums.
-_STRIDES = (1 << 14, (1 << 14) + 1)
 
 
 class KeptPrefix(NamedTuple):
@@ -109,7 +105,8 @@ class PrefixReuse:
         looked_up = self._state  # stored by this call, or by one in another thread
         if looked_up is None or looked_up[0] is not call:
             facts, device = call.facts_of(model, checks.KNOWN), model.device.type
-            sums = checksums_sync(facts) if self.check_weights else []
+            weights = weights_of(facts) if self.check_weights else []
+            sums = None if weights is None else checksums_sync(weights)
             autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
             looked_up = self._state = call, None if sums is None else (facts, torch_settings(), autocast, sums)
         return looked_up[1]
@@ -136,11 +133,8 @@ def _common_length_sync(stored: Tensor, columns: Tensor) -> int:
     return int(equal.long().cumprod(dim=0).sum())
 
 
-def checksums_sync(facts: ModelFacts) -> list[int] | None:
-    """Returns checksums of the bits of all tensors in the modules; None if the bits of one cannot be read.
-
-    They are integers, so a huge number does not hide small ones. Reads all weights, as a decode step does.
-    """
+def weights_of(facts: ModelFacts) -> list[Tensor] | None:
+    """Returns all tensors in the modules; None if the bits of one cannot be read."""
     tensors = [tensor for tensor in facts.row_tensors().values() if type(tensor) is Tensor]
     for module in facts.modules.values():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -148,32 +142,7 @@ def checksums_sync(facts: ModelFacts) -> list[int] | None:
                 if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.is_meta:
                     return None
                 tensors.append(tensor)
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(_checksum(tensor))
-    return [value for sums in by_device.values() for value in torch.stack(sums).tolist()]
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """Returns a checksum, int64, of a tensor's bits and their positions."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if data.numel() % 8 == 0 and data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0:
-        data = data.view(torch.int64)
-    sums = []
-    for stride in _STRIDES if data.numel() >= _STRIDES[-1] else (0,):  # few words are used without summing
-        whole = data.numel() // stride * stride if stride else 0
-        sums += [data[:whole].view(-1, stride or 1).sum(dim=0, dtype=torch.int64)] if whole else []
-        sums.append(data[whole:].long())
-    words = torch.cat(sums)
-    halves = torch.cat([words & 0xFFFFFFFF, words >> 32])  # round numbers have all bits in the upper half
-    return (halves * _factors(data.device)[: len(halves)]).sum()
-
-
-@functools.cache
-def _factors(device: torch.device) -> Tensor:
-    """Returns int64 random numbers, one for each half of a sum."""
-    random = torch.Generator(device).manual_seed(0)
-    return torch.randint(-(1 << 63), (1 << 63) - 1, (8 * _STRIDES[-1],), generator=random, device=device)
+    return tensors
 
 
 def reuse_of(model: checks.HostModel) -> PrefixReuse | None:

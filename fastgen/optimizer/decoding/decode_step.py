@@ -132,6 +132,11 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
     def runs_user_code(self) -> bool:
         """Whether user code runs in each step: it may change the model."""
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether tokens leave the loop before it ends, so that it cannot be run again."""
+        return False
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *traceback: Any) -> None:
         """Restores the loop's state after an error, so that the host can start again.
 
@@ -144,7 +149,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             self.graph = None
             self.end()
         facts = self.call.facts_of(self.model, self.known_code)
-        is_callers = self.runs_user_code or facts.hooks or facts.user_code or is_from_elsewhere(error, self.host)
+        is_callers = self.runs_user_code or self.is_streamed or facts.hooks or facts.user_code or is_from_elsewhere(error, self.host)
         if is_callers and not isinstance(error, SwitchedOff):
             make_final(error)
         else:
@@ -182,8 +187,6 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         inputs, outputs = self.inputs(tokens, graph.view, size), None
         if self.replays_ahead(size):
             outputs = self._attempt(graph.of_size(size), inputs)
-        else:
-            self.graphs.uses_without[self.rows, size] += 1
         return graph.function(inputs) if outputs is None else outputs
 
     def replays_ahead(self, size: int) -> bool:

@@ -128,11 +128,11 @@ class Drafts:
                 self._right[text.length] += text.tokens[text.place] == token
             text.append(token)
 
-    def propose(self, most: int) -> list[list[int]]:
+    def propose(self, most: int, overhead: Callable[[int], float] = lambda size: 1.0) -> list[list[int]]:
         """Returns a draft of each row, all of one length; empty if none is worthwhile.
 
-        most: the most tokens of a row in a forward. Of `sizes_for` these rows, the one that is expected to make most
-        tokens in a time is chosen.
+        most: the most tokens of a row in a forward. overhead: a factor of the cost of so many tokens per row. Of
+        `sizes_for` these rows, the one that is expected to make most tokens in a time is chosen.
         """
         if any(text.place is None for text in self.texts):
             return []
@@ -144,7 +144,7 @@ class Drafts:
                 likely *= math.prod(self._share(text.length + ahead) for text in self.texts)
                 expected += likely
             checked = size
-            if (rate := expected / self.cost(len(self.texts), size)) > best_rate:
+            if (rate := expected / (self.cost(len(self.texts), size) * overhead(size))) > best_rate:
                 best, best_rate = size, rate
         return [text.draft(best - 1) for text in self.texts] if best else []
 

@@ -248,7 +248,7 @@ class GraphCache:
     calls with the same shapes take turns. refused: why no more graphs are captured. has_exact_lengths: whether prompts
     are never padded to a common length: on a CPU in half precision, masked padding could change which of two close
     logits is larger. steps_without: for each number of rows, the steps of earlier calls that had too few for a graph;
-    uses_without: for numbers of rows and tokens, the forwards of several tokens without one.
+    uses_without: for numbers of rows and tokens, how often a graph of so many would have been used.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -168,8 +168,12 @@ class TransformersDecodeStep(DecodeStep):
     @cached_property
     def runs_user_code(self) -> bool:
         arguments = self.checks.arguments
-        called = *self.processors, *arguments.stopping_criteria
-        return arguments.streamer is not None or any(is_user_code(one, self.known_code.packages) for one in called)
+        called = *self.processors, *arguments.stopping_criteria, arguments.streamer
+        return any(is_user_code(one, self.known_code.packages) for one in called if one is not None)
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.checks.arguments.streamer is not None
 
     def _pad(self, inputs: dict[str, Any], padding: int) -> dict[str, Any]:
         """Returns the arguments of a forward, padded with so many hidden positions before the first one.

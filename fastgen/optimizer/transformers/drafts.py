@@ -170,15 +170,20 @@ class DraftedSteps:
         It is estimated, so that a program takes the same way each time that it runs, and measured only where that is
         far off, such as for experts, of which more tokens read more.
         """
-        step, costs, seconds = self.step, self.step.call.costs, self.facts.seconds
+        costs, seconds = self.step.call.costs, self.facts.seconds
         (count, shortest), (singles, single) = seconds[rows, size], seconds[rows, 1]
         estimated = costs.steps_of_forward(rows * size)
-        if step.graph is not None and not step.replays_ahead(size):  # single steps take less of the host
-            host, computed = costs.seconds_of_step(size_of(step.model, step.known_code), rows)
-            estimated *= 1 + host / computed
         is_measured = min(count, singles) >= MIN_MEASUREMENTS and costs.looks_back
         is_far_off = is_measured and shortest > FAR_OFF * estimated * single
         return shortest / single if is_far_off else estimated
+
+    def _overhead(self, size: int) -> float:
+        """Returns by which factor a forward takes longer than a replay, as captured steps of one token are."""
+        step = self.step
+        if step.replays_ahead(size):
+            return 1.0
+        host, computed = step.call.costs.seconds_of_step(size_of(step.model, step.known_code), step.rows)
+        return 1 + host / computed
 
     def _propose(self, input_ids: Tensor) -> list[list[int]]:
         """Returns the draft of each row to be checked now; empty if there is none, or it is not worthwhile."""
@@ -187,7 +192,11 @@ class DraftedSteps:
             return []
         if (graph := step.graph) is not None:
             left = min(left, graph.cache.capacity - graph.cache.generated_length)
-        if not (tokens := self.drafts.propose(left)):
+        tokens = self.drafts.propose(left)
+        if tokens and graph is not None and not step.replays_ahead(size := len(tokens[0]) + 1):
+            step.graphs.uses_without[step.rows, size] += 1
+            tokens = self.drafts.propose(left, self._overhead)
+        if not tokens:
             return []
         if reasons := self.facts.refused or step.checks.drafts:
             self._leave_alone(reasons)

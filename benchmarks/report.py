@@ -67,6 +67,12 @@ def cpu_name(measured: Mapping[str, Any]) -> str:
     return f"{facts['name']} (family {facts.get('family', '?')}, model {facts.get('model', '?')})"
 
 
+def dtype_name(measured: Mapping[str, Any]) -> str:
+    """Returns the dtype of the results for a title, if it is not float32."""
+    dtype = measured["results"][0].get("dtype", "float32")
+    return "" if dtype == "float32" else f", {dtype}"
+
+
 def stock_ratio(result: Result) -> float:
     """Returns the ratio to stock; older files have one ratio only."""
     return result["ratio"] if "ratio" in result else result["ratios"]["stock"]
@@ -105,7 +111,7 @@ def section(title: str, kind: str, text: str = "") -> Iterator[str]:
             rows.append([words[result["case"]], *speed_cells(result), *cells, tokens])
         columns = [place for place in range(len(head)) if any(row[place] != "–" for row in rows)]
         lines = [[row[place] for place in columns] for row in (head, *rows)]
-        yield f"## {title}, {cpu_name(measured)}\n\n{text}{table(lines[0], lines[1:])}"
+        yield f"## {title}, {cpu_name(measured)}{dtype_name(measured)}\n\n{text}{table(lines[0], lines[1:])}"
 
 
 def drafts_section(measured: Mapping[str, Any]) -> str:
@@ -120,7 +126,7 @@ def drafts_section(measured: Mapping[str, Any]) -> str:
         "tokens. Tokens are equal. The last columns: the ratios of fastgen without drafts, and of stock, to fastgen."
     )
     head = ("workload", *ways, "faster", "than stock")
-    return f"## Drafts, {cpu_name(measured)}\n\n{text}\n{table(head, rows)}"
+    return f"## Drafts, {cpu_name(measured)}{dtype_name(measured)}\n\n{text}\n{table(head, rows)}"
 
 
 def mqa_section(measured: Mapping[str, Any]) -> str:

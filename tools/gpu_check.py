@@ -247,7 +247,12 @@ def _parity_cell(cell: dict[str, Any]) -> str:
 
 
 # Captured steps and whatever can go wrong around them, and the kernels. `make test-gpu` runs the others too.
-FILES = ("test_captured_steps_cuda.py", "test_triton_attention_cuda.py", "test_no_repeat_ngram_cuda.py")
+FILES = (
+    "test_captured_steps_cuda.py",
+    "test_triton_attention_cuda.py",
+    "test_no_repeat_ngram_cuda.py",
+    "test_checksums_cuda.py",
+)
 
 
 def tests(dry: bool) -> dict[str, Any]:

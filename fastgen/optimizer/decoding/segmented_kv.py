@@ -202,9 +202,14 @@ def length_of(segments: Iterable[KV]) -> int:
     return length
 
 
-def in_segments(segments: Sequence[KV], rows: int, usage: Counter[str], bounds: Bounds | None = None) -> KV:
-    """Returns keys and values `[rows, kv_heads, length, head_dim]` backed by these segments, see `SegmentedKV`."""
-    if len(segments) == 1 and segments[0][0].shape[0] == rows and bounds is None:
+def in_segments(
+    segments: Sequence[KV], rows: int, usage: Counter[str], bounds: Bounds | None = None, is_plain: bool = True
+) -> KV:
+    """Returns keys and values `[rows, kv_heads, length, head_dim]` backed by these segments, see `SegmentedKV`.
+
+    is_plain: whether one segment with all rows is returned as it is, a tensor of torch.
+    """
+    if is_plain and len(segments) == 1 and segments[0][0].shape[0] == rows and bounds is None:
         return segments[0]
     keys, values = zip(*segments)
     return SegmentedKV(keys, rows, usage, bounds=bounds), SegmentedKV(values, rows, usage, bounds=bounds)

@@ -196,10 +196,13 @@ class StaticKVCache:
         prompt = self.prompts[layer]
         return (*prompt, self.by_layer[layer]) if layer < self.growing else prompt
 
-    def read(self, layer: int) -> KV:
-        """Returns keys and values `[rows, kv_heads, length, head_dim]` with padding and spare capacity."""
+    def read(self, layer: int, tokens: int = 1) -> KV:
+        """Returns keys and values `[rows, kv_heads, length, head_dim]` with padding and spare capacity.
+
+        tokens: of the step. For several, the library would copy keys for all heads that share them: segments stop it.
+        """
         bounds = self.bounds if layer < self.growing else None
-        return in_segments(self.segments(layer), self.rows, self.usage, bounds)
+        return in_segments(self.segments(layer), self.rows, self.usage, bounds, is_plain=tokens == 1)
 
     def mask(self) -> Tensor:
         """Returns the mask of self-attention for the next position, bool `[1, 1, 1, …]`, true for visible positions."""

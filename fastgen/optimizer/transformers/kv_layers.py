@@ -89,6 +89,8 @@ class KVLayer(DynamicLayer):
         if self._must_be_dynamic():
             return self.to_dynamic_layer().update(key_states, value_states, *args, **kwargs)
         self.kv.append(self.index, key_states, value_states)
+        if isinstance(self.kv, StaticKVCache):
+            return self.kv.read(self.index, key_states.shape[2])
         return self.kv.read(self.index)
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int | Tensor:

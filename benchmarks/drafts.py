@@ -88,8 +88,15 @@ def copying(prompt: list[int], share: float, length: int, vocabulary: int, rng: 
 def measure(kind: str, name: str, case: Case, options: Options) -> dict[str, Any]:
     """Returns the figures of a case; the ratio to stock's prompt lookup is that of one row with a forced text."""
     call, with_lookup = call_of(case, options)
+    counts: dict[str, int] = {}
+
+    def counted() -> Any:
+        returned, report = call(), fastgen.explain()
+        counts.update(drafted=report.drafted, accepted=report.accepted, saved=report.steps_saved)
+        return returned
+
     ways: Ways = {
-        "fastgen": call,
+        "fastgen": counted,
         ALONE: partial(without_drafts, call),
         "stock": fastgen.disabled()(call),
     }
@@ -97,8 +104,6 @@ def measure(kind: str, name: str, case: Case, options: Options) -> dict[str, Any
         ways["prompt lookup"] = fastgen.disabled()(partial(call, prompt_lookup_num_tokens=10))
     result, returned = compare(ways, options)
     equal = all(torch.equal(output, returned["stock"]) for output in returned.values())
-    report = fastgen.explain()
-    counts = {"drafted": report.drafted, "accepted": report.accepted}
     what = {"case": name, "workload": case.workload, "dtype": options.dtype}
     return {**what, **result, "equal": result["equal"] and equal, **counts}
 

@@ -34,6 +34,8 @@ PARTS = {
     "fill a static cache": f"{_DECODING}.static_kv_cache:StaticKVCache.load",
     "grow a static cache": f"{_DECODING}.decode_step:DecodeStep._change_to",
     "static step": f"{_DECODING}.decode_step:DecodeStep._static_step",
+    "masks of a step": f"{_TRANSFORMERS}.decode_step:StepMasks.next",
+    "masks were built": f"{_TRANSFORMERS}.decode_step:StepMasks.keep_sync",
     "pad inputs": f"{_TRANSFORMERS}.decode_step:TransformersDecodeStep._pad",
     "wait for a flag": f"{_TRANSFORMERS}.decode_step:needs_sync",
     "check for the end, a step late": f"{_TRANSFORMERS}.decode_step:LateStopCheck.exchange",

@@ -14,7 +14,9 @@ from python_process import REPOSITORY, run_python
 
 HELPERS = REPOSITORY / "tests" / "helpers"
 HAS_FAIRSEQ = find_spec("fairseq") is not None
-LOOPS = ["BART, beam 4", "Llama, beam 4", "Llama, 16 samples", "Llama, greedy"] + ["fairseq, beam 4"] * HAS_FAIRSEQ
+# The most launches of a captured step: those of its graph, which is one, of what chooses tokens, and of reorders.
+LAUNCHES = {"BART, beam 4": 60, "Llama, beam 4": 66, "Llama, 16 samples": 30, "Llama, greedy": 24, "fairseq, beam 4": 58}
+LOOPS = [loop for loop in LAUNCHES if HAS_FAIRSEQ or "fairseq" not in loop]
 
 # Left out: whatever a GPU rounds otherwise than a CPU or the twin does not have, and models that other tests cover.
 FILES = ["test_captured_steps_cuda.py", "test_parity_cuda.py"] + ["test_fairseq_parity_cuda.py"] * HAS_FAIRSEQ
@@ -74,7 +76,7 @@ def test_the_host_waits_for_no_captured_step(steps, loop):
 def test_eager_steps_launch_hardly_more_than_the_library(steps, loop):
     stock = steps[loop]["stock"]["launches"]
     assert stock > 100 and steps[loop]["off"]["launches"] <= 1.1 * stock
-    assert steps[loop]["on"]["launches"] < 0.6 * stock
+    assert steps[loop]["on"]["launches"] <= LAUNCHES[loop]
 
 
 @pytest.mark.xdist_group("cuda_twin")

@@ -149,7 +149,13 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             self.graph = None
             self.end()
         facts = self.call.facts_of(self.model, self.known_code)
-        is_callers = self.runs_user_code or self.is_streamed or facts.hooks or facts.user_code or is_from_elsewhere(error, self.host)
+        is_callers = (
+            self.runs_user_code
+            or self.is_streamed
+            or facts.hooks
+            or facts.user_code
+            or is_from_elsewhere(error, self.host)
+        )
         if is_callers and not isinstance(error, SwitchedOff):
             make_final(error)
         else:

@@ -22,8 +22,8 @@ FLAGS = "--bs 4 --window 16 --beam 2 --output_format jsonl --min_new_tokens 30 -
 COMMAND = [sys.executable, "-m", "fastgen.cli.transformers.command"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
-# Every batch says that it has begun and waits until it is released, so that a run ends in the middle of one. It waits in
-# steps: Python would not handle a signal that arrives just before a read that never returns.
+# Every batch says that it has begun and waits until it is released, so that a run ends in the middle of one. It waits
+# in steps: Python would not handle a signal that arrives just before a read that never returns.
 HELD = """
 import os, select, sys
 from fastgen.cli.transformers.command import main

@@ -32,6 +32,7 @@ from fastgen.testing import (
     costs,
     errors_noted,
     holds_graphs,
+    limits,
     replaced,
     watched,
 )
@@ -88,6 +89,18 @@ def test_every_step_after_the_first_is_a_replay(name, arguments):
     replayed = captured(model, name, **arguments | LONG)
     assert len(captured_graphs(model)) > 1
     assert replayed == 39 - len(captured_graphs(model))  # the steps from which they were made
+
+
+@WAYS
+@pytest.mark.parametrize("name", ("llama", "llama-eager", "gpt2", "mistral"))
+def test_masks_of_later_steps_are_not_built(name, arguments):
+    """Although each step sees one more position, of rows padded on the left; the masks of eager attention are added."""
+    model, counts = tiny(name), []
+    for by in (lambda original, *args: original(*args), lambda original, *args: None):
+        with limits(smallest_capacity=64), replaced("masks of a step", by), watched("masks were built") as built:
+            assert captured(model, name, **arguments | LONG) > 36
+        counts.append(len(built))
+    assert counts[0] < 6 and counts[1] > 36
 
 
 @WAYS

@@ -135,7 +135,8 @@ def lines_of_demo(case: Case, options: Options) -> Callable[[], torch.Tensor]:
     inputs = [tokenizer(line, return_tensors="pt") for line in lines]
 
     def generate() -> torch.Tensor:
-        outputs = [model.generate(**each, do_sample=False, max_new_tokens=160)[0] for each in inputs]
+        arguments = {"do_sample": False, "num_beams": 1, "max_new_tokens": 160}
+        outputs = [model.generate(**each, **arguments)[0] for each in inputs]
         return torch.nn.utils.rnn.pad_sequence(outputs, batch_first=True)
 
     return generate

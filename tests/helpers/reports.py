@@ -46,7 +46,7 @@ def capturing(
     cpu, gpu = (each._replace(before=steps_before, least=1) for each in (CPU_CAPTURES, GPU_CAPTURES))
     with (
         configured(cuda_graphs=cuda_graphs, drafts=drafts),
-        costs(cpu_captures=cpu, gpu_captures=gpu),
+        costs(cpu_captures=cpu, gpu_captures=gpu, min_computed=0.0),
         limits(smallest_capacity=smallest_capacity),
     ):
         yield

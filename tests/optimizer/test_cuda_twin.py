@@ -15,7 +15,13 @@ from python_process import REPOSITORY, run_python
 HELPERS = REPOSITORY / "tests" / "helpers"
 HAS_FAIRSEQ = find_spec("fairseq") is not None
 # The most launches of a captured step: those of its graph, which is one, of what chooses tokens, and of reorders.
-LAUNCHES = {"BART, beam 4": 60, "Llama, beam 4": 66, "Llama, 16 samples": 30, "Llama, greedy": 24, "fairseq, beam 4": 58}
+LAUNCHES = {
+    "BART, beam 4": 60,
+    "Llama, beam 4": 66,
+    "Llama, 16 samples": 30,
+    "Llama, greedy": 24,
+    "fairseq, beam 4": 58,
+}
 LOOPS = [loop for loop in LAUNCHES if HAS_FAIRSEQ or "fairseq" not in loop]
 
 # Left out: whatever a GPU rounds otherwise than a CPU or the twin does not have, and models that other tests cover.

@@ -201,7 +201,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         if graph is None or graph.of_size(size).state is not GraphState.NEW:
             return graph is not None
         uses = (self.most - graph.cache.generated_length) // size
-        return self._wants_new_graph(uses + (self.graphs.uses_without[self.rows, size] if costs.looks_back else 0))
+        return self._wants_new_graph(uses + (graph.wanted[size] if costs.looks_back else 0))
 
     def compact(self, batch_index: Tensor, rows: Tensor) -> None:
         """Drops the inputs that are not at `batch_index`; row i becomes what row `rows[i]` was (int64 both).

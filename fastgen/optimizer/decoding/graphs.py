@@ -160,6 +160,7 @@ class CapturedGraph:
         self._copied: dict[int, tuple[Any, int | None]] = {}  # for each leaf, the tensor last copied and its version
         self._replay: Run | None = None
         self._of_sizes: dict[int, CapturedGraph] = {}
+        self.wanted: Counter[int] = Counter()  # for each number of tokens, how often a graph would have been used
 
     def of_size(self, size: int) -> CapturedGraph:
         """Returns the graph of a step of so many tokens, over the same cache; a new one in place of a dropped one."""
@@ -247,8 +248,7 @@ class GraphCache:
     It decides nothing either. A call that holds `in_use` takes graphs out of `entries` and puts them back, so that
     calls with the same shapes take turns. refused: why no more graphs are captured. has_exact_lengths: whether prompts
     are never padded to a common length: on a CPU in half precision, masked padding could change which of two close
-    logits is larger. steps_without: for each number of rows, the steps of earlier calls that had too few for a graph;
-    uses_without: for numbers of rows and tokens, how often a graph of so many would have been used.
+    logits is larger. steps_without: for each number of rows, the steps of earlier calls that had too few for a graph.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -258,7 +258,6 @@ class GraphCache:
         self.refused: list[Reason] = []
         self.has_exact_lengths = device.type == "cpu" and dtype not in (torch.float32, torch.float64)
         self.steps_without: Counter[int] = Counter()
-        self.uses_without: Counter[tuple[int, int]] = Counter()
         self.entries: OrderedDict[Hashable, CapturedGraph] = OrderedDict()  # the latest last
         self._state: Any = None
 

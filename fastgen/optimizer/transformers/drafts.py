@@ -48,7 +48,7 @@ class DraftFacts:
 
 # Fewer measurements are not trusted. A forward that takes so many times what is estimated is measured.
 MIN_MEASUREMENTS = 3
-FAR_OFF = 2.5
+FAR_OFF = 1.5
 
 _version = attrgetter("_version")  # counts changes in place
 
@@ -194,7 +194,7 @@ class DraftedSteps:
             left = min(left, graph.cache.capacity - graph.cache.generated_length)
         tokens = self.drafts.propose(left)
         if tokens and graph is not None and not step.replays_ahead(size := len(tokens[0]) + 1):
-            step.graphs.uses_without[step.rows, size] += 1
+            graph.wanted[size] += 1
             tokens = self.drafts.propose(left, self._overhead)
         if not tokens:
             return []

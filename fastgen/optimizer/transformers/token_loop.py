@@ -103,7 +103,8 @@ def _may_draft(checks: CallChecks, steps: int) -> bool:
         return False
     input_ids, arguments = checks.arguments.input_ids, checks.arguments.model_kwargs
     is_possible = input_ids.device.type == "cpu" and input_ids.dim() == 2 and arguments.get("use_cache")
-    return bool(is_possible) and compat.LAYERS_ARE_KNOWN and checks.call.costs.may_draft(len(input_ids), steps)
+    size = size_of(checks.model, checks.known_code)
+    return bool(is_possible) and compat.LAYERS_ARE_KNOWN and checks.call.costs.may_draft(size, len(input_ids), steps)
 
 
 def _can_end_early(input_ids: Tensor, stopping_criteria: Any, config: Any) -> bool:

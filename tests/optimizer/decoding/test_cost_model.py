@@ -25,6 +25,13 @@ LLAMA_8B_8_LAYERS = ModelSize(111, weights=1_745_000_000, step=2_270_000_000, la
 REPEATED = {"input_ids": token_ids(1, 9).expand(6, 9).contiguous()}
 
 
+def test_tiny_models_and_short_calls_look_for_no_drafts():
+    demo = ModelSize(modules=98, weights=786_432, step=914_432, large=0, itemsize=4)
+    assert COSTS.may_draft(GPT2_SMALL, rows=1, steps=8) and COSTS.may_draft(GPT2_SMALL, rows=8, steps=256)
+    assert not COSTS.may_draft(GPT2_SMALL, rows=1, steps=7) and not COSTS.may_draft(GPT2_SMALL, rows=9, steps=256)
+    assert not COSTS.may_draft(demo, rows=1, steps=256)
+
+
 @pytest.fixture
 def nothing_is_compared():
     with watched("compare a model") as models, watched("compare rows") as rows:

@@ -1,6 +1,7 @@
 """Steps that check several tokens: the answer, the random numbers and what user code sees stay those of the library."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,10 @@ from tiny_models import inputs_of, tiny, token_ids
 from transformers import LogitsProcessor
 
 import fastgen
+from fastgen.optimizer.decoding import cost_model
 from fastgen.optimizer.decoding.report import DRAFTS, Report
 from fastgen.optimizer.transformers import drafts
-from fastgen.testing import broken, configured, replaced, watched
+from fastgen.testing import broken, configured, costs, replaced, watched
 
 NAMES = (
     "gpt2",
@@ -40,9 +42,12 @@ GRAPHS = pytest.mark.parametrize("cuda_graphs", ("off", "on"))
 
 @pytest.fixture(autouse=True)
 def forgets_models(monkeypatch):
-    """Lets no test depend on what another has proven, or on times."""
+    """Lets no test depend on what another has proven, on times, or on the size of a model."""
     drafts._facts.clear()
     monkeypatch.setattr(drafts.DraftedSteps, "_cost", lambda self, rows, size: 1.0)
+    monkeypatch.setattr(cost_model, "REPEATABLE", replace(cost_model.REPEATABLE, min_computed=0.0))
+    with costs(min_computed=0.0):
+        yield
 
 
 def forced(model: Any, inputs: dict[str, torch.Tensor], **arguments: Any) -> Report:

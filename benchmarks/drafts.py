@@ -40,7 +40,7 @@ class Case:
     def workload(self) -> str:
         title = calls.MODELS[self.model].title
         if self.model == "demo":
-            return f"{title}, {self.lines} lines, one at a time"
+            return f"{title}, one line at a time"
         text = "" if self.share is None else f", {self.share:.0%} copied"
         unit = "s" if "whisper" in self.model else "tokens"
         return f"{title}, {self.rows} × {self.length} {unit}, {self.new_tokens} new tokens{text}"

@@ -41,6 +41,9 @@ from fastgen.optimizer.transformers.row_buckets import Bucket, buckets_sync
 # Log-probabilities of tokens `[rows, columns]`, followed by the entropies of their distributions if they are wanted.
 Scores = list[Tensor]
 
+# Of a mixture of experts: the loss of its routers would need masks of the parts, and nobody reads it here.
+ROUTERS = "output_router_logits"
+
 
 def token_log_probs(
     model: Any,
@@ -182,6 +185,7 @@ class TokenScorer:
             "input_ids": torch.ones(1, 2, dtype=torch.int64, device=device),
             "attention_mask": torch.ones(1, 2, dtype=torch.int64, device=device),
             CACHE: cache,
+            **({ROUTERS: False} if ROUTERS in self.accepted else {}),
         }
         facts = self.call.facts_of(self.model, checks.KNOWN)
 
@@ -236,7 +240,7 @@ class TokenScorer:
 
     def _logits(self, columns: int, input_ids: Tensor, mask: Tensor | None, cache: Any = None) -> Tensor:
         """Returns the logits of the last columns, `[rows, columns, vocabulary_size]`."""
-        arguments = {prefixes.MASK: mask, CACHE: cache, "logits_to_keep": columns}
+        arguments = {prefixes.MASK: mask, CACHE: cache, "logits_to_keep": columns, ROUTERS: False}
         arguments = {name: value for name, value in arguments.items() if value is not None and name in self.accepted}
         outputs = self.model(input_ids, use_cache=cache is not None, return_dict=True, **arguments)
         return outputs.logits[:, -columns:]

@@ -250,6 +250,13 @@ def test_a_window_shorter_than_the_rows_takes_the_plain_pass():
     assert left_alone_because(fastgen.explain(), "SLIDING_WINDOW")
 
 
+def test_experts_whose_routers_have_a_loss_share():
+    """The loss of parts of the rows would need masks of their own."""
+    model, (input_ids, mask) = tiny("mixtral", output_router_logits=True), completions()
+    assert_agrees(model, input_ids, mask)
+    assert fastgen.explain().prefix_tokens_saved == 8 * 4
+
+
 def test_a_mask_with_holes_takes_the_plain_pass():
     input_ids, mask = completions()
     mask[0, 5] = 0

@@ -1,7 +1,7 @@
 """Checksums of tensors, which show whether their bits have changed.
 
 They are integers, so a huge number does not hide small ones. All bytes are read, as a decode step reads all weights.
-The kernels have definitions of their own: checksums are compared with those of the same device only.
+Each kernel defines its own checksum, so only checksums from the same device are comparable.
 
 Tests: tests/ops/test_checksums.py, tests/optimizer/transformers/test_kept_prefix.py
 """
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from fastgen.ops.kernel import Kernel, first_supported, triton_reasons
 
-# A checksum sums words of 8 bytes that are a multiple of one of these numbers apart. The numbers have no common
-# divisor, so words that change places, as the rows of a one-hot matrix may, change at least one of the sums.
+# A checksum sums words (8 bytes, or single bytes in unaligned tensors) whose distance is a multiple of one of these
+# numbers. They are coprime: words that swap their positions less than 2 GiB apart, such as rows of a one-hot matrix,
+# change at least one sum.
 _STRIDES = (1 << 14, (1 << 14) + 1)
 
 

@@ -1,8 +1,8 @@
 """Checksums of all tensors of a device in one launch, in Triton; compiled when first used.
 
 Each program reads every `PROGRAMS`-th block of a tensor. A word of 8 bytes is mixed with its position by invertible
-steps (as in MurmurHash3), and the results are added up: a word that changes changes the sum, and words that change
-places do so but for one case in 2^64.
+steps (as in MurmurHash3), and the results are added up. If one word changes, the sum changes; if words swap their
+positions, it does too, except with probability 2^-64.
 
 Tests: tests/ops/test_checksums.py
 """
@@ -31,7 +31,7 @@ def _mixed(words, position):
 
 @triton.jit
 def _add_up(places, sums, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Adds in program (i, j) what it reads of tensor j. places: an address and the number of bytes of each tensor."""
+    """Adds to `sums[j]` what program (i, j) reads of tensor j. places: the address and the bytes of each tensor."""
     program, tensor = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     address, length = tl.load(places + 2 * tensor), tl.load(places + 2 * tensor + 1)
     words = length // 8

@@ -87,7 +87,7 @@ class CostModel:
 
     most_steps_of_tiny_call: a call with at most so many steps, whose prefill is too small to gain, bypasses fastgen.
 
-    min_draft_steps, most_draft_rows: calls with fewer steps, or with more rows, look for no drafts: the first row whose
+    min_draft_steps, most_draft_rows: calls with fewer steps, or with more rows, get no drafts: the first row whose
     draft fails ends the draft of all. min_computed: the same if a step computes for a smaller part of what its Python
     takes: then several tokens take longer than one (the demo model, AMD EPYC, family 25, model 17: 4 take 1.7 steps).
 

@@ -5,7 +5,7 @@
     forward   cat sat on the        one step that reads all weights once: the logits after each of these four tokens
     loop      sat                   each token is chosen as without drafts; while it is the draft's, the logits of the
               on                    next one are there already
-              a                     the rest of the draft is dropped: its keys are overwritten
+              a                     the rest of the draft is dropped, its keys are cropped or overwritten
 
 A draft never decides: the loop chooses each token from the model's logits, with all processors and random numbers, as
 in a step of one token. So drafts change the time of a call and nothing else. All rows of a batch are checked together:
@@ -24,7 +24,9 @@ from collections.abc import Callable, Sequence
 
 from fastgen.optimizer.decoding.static_kv_cache import MOST_TOKENS
 
-CHEAP_TOKENS = 12  # of all rows: more take much longer than a step (skinny GEMM, AMD EPYC, model 17)
+# In all rows: more take much longer than a step (skinny GEMM, AMD EPYC, model 17). From five rows on, three per row
+# exceed it.
+CHEAP_TOKENS = 12
 
 # Longer matches are not told apart.
 LONGEST_MATCH = 16
@@ -34,9 +36,9 @@ MOST_OCCURRENCES = 32
 
 
 def sizes_for(rows: int) -> tuple[int, ...]:
-    """Returns the numbers of tokens of a forward that checks drafts: a row's last token, and its draft.
+    """Returns the numbers of tokens per row of a forward that checks drafts: the last token, and the draft.
 
-    They are few, because each is captured by itself.
+    There are few sizes, because each needs a capture of its own.
     """
     return (2, 4, 8, MOST_TOKENS) if rows == 1 else (2, max(3, CHEAP_TOKENS // rows))
 
@@ -132,7 +134,7 @@ class Drafts:
         """Returns a draft of each row, all of one length; empty if none is worthwhile.
 
         most: the most tokens of a row in a forward. overhead: a factor of the cost of so many tokens per row. Of
-        `sizes_for` these rows, the one that is expected to make most tokens in a time is chosen.
+        `sizes_for` these rows, the one with the most expected tokens per time is chosen.
         """
         if any(text.place is None for text in self.texts):
             return []
@@ -158,5 +160,5 @@ class Drafts:
         self.texts = [self.texts[row] for row in rows] if self.texts else []
 
 
-# A draft must be expected to make so many tokens in the time of a step.
+# A draft is checked if it is expected to give at least so many tokens in the time of one step.
 MIN_GAIN = 1.05

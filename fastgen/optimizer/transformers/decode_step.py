@@ -252,10 +252,10 @@ class TransformersDecodeStep(DecodeStep):
 
 
 class StepMasks:
-    """The masks of self-attention of one step after another, which see one more position each.
+    """The self-attention masks of consecutive steps, of which each makes one more position visible.
 
-    Building them takes seven launches, and more Python than the rest of a step's arguments. So only the first two are
-    built; if they differ in the new position alone, later ones are the second one with these positions made visible.
+    Building them takes seven launches, and more Python than all other arguments. So the library builds the first two;
+    if the second is the first with the new position visible, later steps update it in place.
     """
 
     def __init__(self, model: HostModel) -> None:
@@ -265,7 +265,7 @@ class StepMasks:
         self.forget()
 
     def forget(self) -> None:
-        """Builds the next masks again, because another cache is used."""
+        """Drops the masks, because another cache is used; the next two are built."""
         self._masks: Any = None
         self._length, self._is_proven = 0, False
 
@@ -274,7 +274,7 @@ class StepMasks:
         return self._revealed(cache) if self._is_proven else None
 
     def keep_sync(self, cache: StaticKVCache, masks: Any) -> None:
-        """Keeps the masks that were built for the next step over this cache."""
+        """Keeps masks that were built for the next step over this cache; compares the second ones with the first."""
         leaves = tree_leaves(masks)
         if self.is_possible and leaves and all(isinstance(mask, Tensor) and mask.dim() == 4 for mask in leaves):
             if self._masks is not None:

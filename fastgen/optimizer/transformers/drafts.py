@@ -46,7 +46,8 @@ class DraftFacts:
     seconds: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0, float("inf")]))
 
 
-# Fewer measurements are not trusted. A forward that takes so many times what is estimated is measured.
+# MIN_MEASUREMENTS: fewer measured times are ignored. FAR_OFF: a measured time replaces an estimate that it exceeds by
+# this factor.
 MIN_MEASUREMENTS = 3
 FAR_OFF = 1.5
 
@@ -71,7 +72,7 @@ class Checked:
     used: int = 0
 
     def follows(self, newest: list[int]) -> bool:
-        """Whether all rows took the token whose logits come next."""
+        """Whether the newest token of each row is the drafted one, so that the next logits are computed already."""
         size = self.logits.shape[1]
         return self.used < size and all(row[self.used - 1] == token for row, token in zip(self.tokens, newest))
 
@@ -167,8 +168,8 @@ class DraftedSteps:
     def _cost(self, rows: int, size: int) -> float:
         """Returns what a forward of so many tokens per row takes, in steps of one token.
 
-        It is estimated, so that a program takes the same way each time that it runs, and measured only where that is
-        far off, such as for experts, of which more tokens read more.
+        The cost is estimated, so that equal runs decide equally. Measured times replace an estimate that is far too
+        low, as with mixtures of experts, where more tokens read more experts.
         """
         costs, seconds = self.step.call.costs, self.facts.seconds
         (count, shortest), (singles, single) = seconds[rows, size], seconds[rows, 1]
@@ -178,7 +179,7 @@ class DraftedSteps:
         return shortest / single if is_far_off else estimated
 
     def _overhead(self, size: int) -> float:
-        """Returns by which factor a forward takes longer than a replay, as captured steps of one token are."""
+        """Returns the time of a forward by that of its replay, as steps of one token are; 1 if it is replayed."""
         step = self.step
         if step.replays_ahead(size):
             return 1.0
@@ -217,7 +218,7 @@ class DraftedSteps:
         return self._take(checked)
 
     def _take(self, checked: Checked) -> Tensor:
-        """Returns the next logits of a forward, whose token the loop has taken."""
+        """Returns the next logits of the last forward with a draft, and counts the step."""
         step, drafts = self.step, self.drafts
         if step.graph is not None:
             step.graph.cache.advance()

@@ -46,7 +46,7 @@ def buckets_sync(input_ids: Tensor, mask: Tensor, gains: Callable[[int], bool]) 
 
     gains: returns whether saving so many tokens is worth an additional forward.
     """
-    tokens, visible = input_ids.cpu().numpy(), mask.cpu().numpy() != 0
+    tokens, visible = input_ids.cpu().numpy(), (mask != 0).cpu().numpy()
     starts, ends = visible.argmax(axis=1), visible.shape[1] - visible[:, ::-1].argmax(axis=1)
     if (visible.sum(axis=1) != ends - starts).any():
         raise LeaveAlone([Reason("PADDING_INSIDE", "the mask hides tokens between visible ones, or all of a row")])

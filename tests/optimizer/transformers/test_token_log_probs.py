@@ -257,6 +257,13 @@ def test_experts_whose_routers_have_a_loss_share():
     assert fastgen.explain().prefix_tokens_saved == 8 * 4
 
 
+@pytest.mark.parametrize("dtype", (torch.bool, torch.bfloat16, torch.float32))
+def test_masks_of_any_dtype_share(dtype):
+    model, (input_ids, mask) = tiny("llama"), completions()
+    assert_agrees(model, input_ids, mask.to(dtype))
+    assert fastgen.explain().prefix_tokens_saved == 8 * 4
+
+
 def test_a_mask_with_holes_takes_the_plain_pass():
     input_ids, mask = completions()
     mask[0, 5] = 0

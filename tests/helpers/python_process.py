@@ -21,6 +21,13 @@ def run_python(*args: str, path: Path | str = "", cwd: Path | None = None, **env
     )
 
 
+def run_functions(file: str, *names: str, **env: str) -> None:
+    """Calls functions of a test file in a process of its own, such as those for which Triton must be imported anew."""
+    path = Path(file)
+    calls = "".join(f"{path.stem}.{name}()\n" for name in names)
+    run_code(f"import {path.stem}\n{calls}", os.pathsep.join(map(str, (path.parent, Path(__file__).parent))), **env)
+
+
 def run_code(code: str, path: Path | str = "", **env: str) -> str:
     """Returns the output of `code`; fails with its stderr if its exit status is not 0."""
     done = run_python("-c", code, path=path, **env)

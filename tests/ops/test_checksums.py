@@ -1,15 +1,12 @@
 """Checksums see changed bits and changed places, by torch and by the kernel in Triton, in its interpreter."""
 
-import os
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-import python_process
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from python_process import run_code
+from python_process import run_functions
 from torch import Tensor
 
 from fastgen.ops import checksums
@@ -59,12 +56,6 @@ def definition(tensor: Tensor) -> int:
     return (total + 2**63) % 2**64 - 2**63
 
 
-def run_alone(name: str, **environment: str) -> None:
-    """Calls a function of this file in a process of its own: whether Triton interprets is decided by its import."""
-    module, folders = Path(__file__).stem, (Path(__file__).parent, Path(python_process.__file__).parent)
-    run_code(f"import {module}\n{module}.{name}()\n", os.pathsep.join(map(str, folders)), **environment)
-
-
 def compare_with_definition() -> None:
     from fastgen.ops import triton_checksums
 
@@ -107,9 +98,9 @@ def compile_all() -> None:
 @needs_triton
 @pytest.mark.parametrize("check", ("compare_with_definition", "compare_blocks"))
 def test_the_kernel_in_triton_equals_its_definition(check):
-    run_alone(check, TRITON_INTERPRET="1")
+    run_functions(__file__, check, TRITON_INTERPRET="1")
 
 
 @needs_triton
 def test_the_kernel_in_triton_compiles_without_a_gpu(tmp_path):
-    run_alone("compile_all", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    run_functions(__file__, "compile_all", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))

@@ -5,13 +5,11 @@ import os
 import re
 import subprocess
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-import python_process
 import torch
 from attention_cases import check_ancestors, check_exactness
-from python_process import run_code
+from python_process import run_functions
 from torch import Tensor
 
 from fastgen.ops.shared_attention import attention_by_products
@@ -46,13 +44,6 @@ def case(name: str, dtype: torch.dtype) -> tuple[Tensor, list[Tensor], list[Tens
     mask = random(rows, heads if kind == "added" else 1, positions, sum(length for _, length in segments))
     mask[0] = 9.0  # the first row sees nothing
     return query, keys, values, mask < 1 if kind == "bool" else mask.masked_fill(mask >= 1, float("-inf"))
-
-
-def run_alone(*names: str, **environment: str) -> None:
-    """Calls functions of this file in a process of their own: whether Triton interprets is decided by its import."""
-    name, folders = Path(__file__).stem, (Path(__file__).parent, Path(python_process.__file__).parent)
-    code = "".join(f"{name}.{function}()\n" for function in names)
-    run_code(f"import {name}\n{code}", os.pathsep.join(map(str, folders)), **environment)
 
 
 def compare_all() -> None:
@@ -113,11 +104,11 @@ def compare_errors() -> None:
 
 
 def test_grouped_heads_are_as_exact_as_torchs_attention():
-    run_alone("compare_errors", TRITON_INTERPRET="1")
+    run_functions(__file__, "compare_errors", TRITON_INTERPRET="1")
 
 
 def test_triton_attention_equals_the_definition():
-    run_alone("compare_all", "compare_bounds", "compare_ancestors", "compare_nan", TRITON_INTERPRET="1")
+    run_functions(__file__, "compare_all", "compare_bounds", "compare_ancestors", "compare_nan", TRITON_INTERPRET="1")
 
 
 def compile_all() -> None:
@@ -177,4 +168,4 @@ def resources(ptx: str, architecture: int) -> str:
 
 
 def test_triton_attention_compiles_without_a_gpu(tmp_path):
-    run_alone("compile_all", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    run_functions(__file__, "compile_all", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))

@@ -275,8 +275,8 @@ class StepMasks:
 
     def keep_sync(self, cache: StaticKVCache, masks: Any) -> None:
         """Keeps masks that were built for the next step over this cache; compares the second ones with the first."""
-        leaves = tree_leaves(masks)
-        if self.is_possible and leaves and all(isinstance(mask, Tensor) and mask.dim() == 4 for mask in leaves):
+        leaves = tree_leaves(masks) if self.is_possible else []
+        if leaves and all(isinstance(mask, Tensor) and mask.dim() == 4 for mask in leaves):
             if self._masks is not None:
                 expected = tree_leaves(self._revealed(cache))
                 self._is_proven = len(expected) == len(leaves) and all(map(torch.equal, expected, leaves))

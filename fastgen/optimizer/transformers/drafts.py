@@ -207,7 +207,7 @@ class DraftedSteps:
         size = len(tokens[0]) + 1
         length = self.step.arguments[CACHE].get_seq_length()
         drafted = torch.tensor(tokens, dtype=input_ids.dtype, device=input_ids.device)
-        versions = self._versions()
+        versions = self._versions() if self.step.runs_user_code else 0
         outputs = self._timed(size, self.step.run_ahead, torch.cat([input_ids, drafted], dim=1), size)
         return Checked(tokens, outputs, outputs.logits, int(length), versions)
 

@@ -89,7 +89,7 @@ class KVLayer(DynamicLayer):
         if self._must_be_dynamic():
             return self.to_dynamic_layer().update(key_states, value_states, *args, **kwargs)
         self.kv.append(self.index, key_states, value_states)
-        if isinstance(self.kv, StaticKVCache):
+        if self.is_compileable:
             return self.kv.read(self.index, key_states.shape[2])
         return self.kv.read(self.index)
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from fastgen.optimizer.decoding import cost_model
 from fastgen.optimizer.decoding.cost_model import CostModel
-from fastgen.optimizer.decoding.model_facts import ModelFacts, facts_of
+from fastgen.optimizer.decoding.model_facts import ModelFacts, Snapshot, facts_of
 from fastgen.optimizer.decoding.report import LOOP, STEPS, Reason, Report, Stage
 from fastgen.optimizer.decoding.user_code import KnownCode
 
@@ -49,8 +49,8 @@ class GenerateCall:
     the steps after the prefill are to be captured. is_accelerated: whether something was computed or stored once per
     input, or the loop is fastgen's. on_exit: closed when the call ends, which returns captured steps and caches.
     has_stages: whether other calls of `generate` are stages of this one. costs: the cost model. facts: the facts of
-    each model that the call asked about. swapped: the models whose modules have faster forwards in this call or in the
-    enclosing one.
+    each model that the call asked about. snapshots: of those that user code may change during the call. swapped: the
+    models whose modules have faster forwards in this call or in the enclosing one.
     """
 
     report: Report
@@ -64,6 +64,7 @@ class GenerateCall:
     started: float = field(default_factory=time.perf_counter)
     costs: CostModel = field(default_factory=cost_model.of_new_call)
     facts: dict[Any, ModelFacts] = field(default_factory=dict)
+    snapshots: dict[Any, Snapshot] = field(default_factory=dict)
     swapped: tuple[Any, ...] = ()
     outer: GenerateCall | None = None
 
@@ -97,8 +98,12 @@ class GenerateCall:
 
     def has_changed(self, model: Any) -> bool:
         """Whether user code has changed this model since the call asked about it; if so, discards its facts."""
-        facts = self.facts.get(model)
-        if facts is None or facts.is_current():
+        facts, snapshot = self.facts.get(model), self.snapshots.pop(model, None)
+        if facts is None:
+            return False
+        is_current = snapshot is not None and snapshot.is_current()
+        if is_current or facts.is_current():
+            self.snapshots[model] = snapshot if is_current else facts.snapshot()
             return False
         del self.facts[model]
         return True

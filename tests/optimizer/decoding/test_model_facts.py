@@ -89,8 +89,10 @@ def test_facts_are_invalidated_by_any_replacement(put_in, change):
     UNUSUAL.get(put_in, lambda model: None)(model)
     facts = facts_of(model, KNOWN)
     assert facts_of(model, KNOWN) is facts
+    snapshot = facts.snapshot()
+    assert snapshot.is_current()
     CHANGES[change](model)
-    assert not facts.is_current()
+    assert not facts.is_current() and not snapshot.is_current()
     assert facts_of(model, KNOWN) is not facts
 
 

@@ -59,7 +59,7 @@ def repeating(rows: int = 1) -> list[Text]:
 
 
 def test_the_size_is_the_one_that_makes_most_tokens_in_a_time():
-    assert [len(row) for row in Drafts(repeating(2), lambda rows, size: 1.0).propose(8)] == [5, 5]
+    assert [len(row) for row in Drafts(repeating(2), lambda rows, size: 1.0).propose(8)] == [7, 7]
     assert [len(row) for row in Drafts(repeating(), lambda rows, size: 0.7 + size / 5).propose(8)] == [1]
     assert Drafts(repeating(), lambda rows, size: 2.0 * size).propose(8) == []
     assert Drafts(repeating(), lambda rows, size: 1.0).propose(1) == []

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from fastgen.ops import few_queries, lookup, rms_norm, simd
 from fastgen.ops.cpu_linear import skinny_gemm
-from fastgen.ops.tracing import Diverged, NotRepeatable, TracedCall, Tracer
+from fastgen.ops.tracing import Diverged, Memory, NotRepeatable, TracedCall, Tracer, memories_of, memory_of
 
 # Operations that allocate without initialising: a replay has the memory already.
 _MAKE_ROOM = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"})
@@ -244,19 +244,6 @@ def _described(argument: Any) -> tuple[str, str]:
 
 # A tensor that needs less than this fraction of a buffer does not get it.
 LEAST_USE = 0.5
-
-# Identity of a storage, unique while the storage is alive.
-Memory = int
-
-
-def memory_of(tensor: Tensor) -> Memory:
-    """Returns the identity of a tensor's storage."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def memories_of(tensors: Iterable[Tensor]) -> set[Memory]:
-    """Returns the identities of the tensors' storages."""
-    return set(map(memory_of, tensors))
 
 
 def share_buffers(calls: list[TracedCall], excluded: set[Memory]) -> None:

@@ -6,6 +6,8 @@ Tests: tests/ops/test_cpu_graph.py, tests/optimizer/transformers/test_replaced_c
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import BuiltinFunctionType
 from typing import Any, NamedTuple
 
@@ -21,6 +23,8 @@ from torch.utils._pytree import tree_leaves
 # The arguments of a call of torch that a mode sees.
 Arguments = tuple[Any, ...]
 Options = dict[str, Any] | None
+# The identity of a storage, unique while it is alive.
+Memory = int
 
 
 class NotRepeatable(Exception):
@@ -91,12 +95,24 @@ class NoWaiting(Tracer):
     error, from which torch's allocator does not recover (pytorch#190308).
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._read: set[Memory] = set()
+        self._sees_all = True
+
+    def has_read(self, tensor: Tensor) -> bool:
+        """Whether an operation may have read this tensor; kernels that are no operations of torch are not seen."""
+        return not self._sees_all or not _is_storage(tensor) or memory_of(tensor) in self._read
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Arguments = (), kwargs: Options = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.data_dependent_output in func.tags or _has_any_size(func, args):
             raise NotRepeatable(f"{func} makes the host wait for the device")
         copies = func.overloadpacket in _COPIES
-        devices = {tensor.device.type for tensor in _tensors((args, kwargs)) if copies or tensor.dim()}
+        tensors = _tensors((args, kwargs))
+        self._read |= memories_of(filter(_is_storage, tensors))
+        self._sees_all = self._sees_all and all(map(_is_storage, tensors))
+        devices = {tensor.device.type for tensor in tensors if copies or tensor.dim()}
         devices |= {torch.device(kwargs["device"]).type} if copies and kwargs.get("device") is not None else set()
         if len(devices) > 1:
             raise NotRepeatable(f"{func} copies between the host and the device")
@@ -104,6 +120,39 @@ class NoWaiting(Tracer):
 
 
 _COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_)
+
+
+class TransparentMode(TorchFunctionMode):
+    """The base of fastgen's modes, which do not interfere with other modes."""
+
+
+class _NoData(TransparentMode):
+    """Raises NotRepeatable before a device gets numbers of the host, of which dispatch modes see nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Arguments = (), kwargs: Options = None) -> Any:
+        kwargs, device = kwargs or {}, "cpu"
+        if func in _INDEXING and any(map(_is_list, tree_leaves(args[1], _is_list))):
+            device = args[0].device
+        elif func in _OF_DATA and not isinstance(args[0] if args else kwargs.get("data"), Tensor):
+            device = kwargs.get("device") or torch.get_default_device()
+        if torch.device(device).type != "cpu":
+            raise NotRepeatable(f"torch.{func.__name__} copies between the host and the device")
+        return func(*args, **kwargs)
+
+
+_OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
+_INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) is list
+
+
+@contextmanager
+def no_waiting() -> Iterator[NoWaiting]:
+    """A context that raises NotRepeatable for what a CUDA graph cannot hold, see `NoWaiting`."""
+    with _NoData(), NoWaiting() as watched:
+        yield watched
 
 
 def uses_of(calls: list[TracedCall], output: Any) -> Counter[int]:
@@ -118,6 +167,21 @@ def _has_any_size(operation: torch._ops.OpOverload, args: Arguments) -> bool:
     if operation is torch.ops.aten.index.Tensor:
         return any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1]))
     return torch.Tag.dynamic_output_shape in operation.tags
+
+
+def _is_storage(tensor: Tensor) -> bool:
+    """Whether the tensor is a view of a storage, not a class that wraps other tensors, which modes do not see."""
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and tensor.layout is torch.strided
+
+
+def memory_of(tensor: Tensor) -> Memory:
+    """Returns the identity of a tensor's storage."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def memories_of(tensors: Iterable[Tensor]) -> set[Memory]:
+    """Returns the identities of the tensors' storages."""
+    return set(map(memory_of, tensors))
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -160,10 +224,6 @@ def replaced_functions() -> list[str]:
             if not is_torchs or getattr(function, "__name__", None) != name:
                 replaced.append(f"{space.__name__}.{name}")
     return replaced
-
-
-class TransparentMode(TorchFunctionMode):
-    """The base of fastgen's modes, which do not interfere with other modes."""
 
 
 def is_watched() -> bool:

@@ -128,11 +128,11 @@ def test_a_table_of_ancestors_gives_the_rows_of_a_reorder():
     assert all(map(torch.equal, grown.copy(2), caches[1].copy(2)))
 
 
-class Reading(graphs.CudaCapture):
-    """A capture whose forward reads the device."""
-
-    def capture(self, run, rewind):
-        return super().capture(lambda: (run(), torch.ones(1, device="cuda").item())[0], rewind)
+WAITING = {
+    "makes the host wait for the device": lambda: torch.ones(1, device="cuda").item(),
+    "tensor copies between the host and the device": lambda: torch.tensor([1.0], device="cuda"),
+    "__getitem__ copies between the host and the device": lambda: torch.ones(3, device="cuda")[[-2]],
+}
 
 
 class Failing(graphs.CudaCapture):
@@ -147,12 +147,25 @@ class Failing(graphs.CudaCapture):
         return super().capture(failing, rewind)
 
 
-def test_a_forward_that_reads_the_device_is_not_captured(monkeypatch):
-    monkeypatch.setattr(graphs, "CudaCapture", Reading)
+class Moving(graphs.CudaCapture):
+    """A capture whose forward copies a number to the device."""
+
+    def capture(self, run, rewind):
+        return super().capture(lambda: (run(), torch.tensor([1.0], device="cuda"))[0], rewind)
+
+
+@pytest.mark.parametrize("why", WAITING)
+def test_a_forward_that_waits_is_not_captured(monkeypatch, why):
+    class Waiting(graphs.CudaCapture):
+        def capture(self, run, rewind):
+            return super().capture(lambda: (run(), WAITING[why]())[0], rewind)
+
+    monkeypatch.setattr(graphs, "CudaCapture", Waiting)
     model = model_of("gpt2")
     for _ in range(2):
         assert not replays(model, inputs_on_gpu("gpt2"), **BEAMS)
-    assert "makes the host wait for the device" in str(fastgen.explain())
+    assert why in str(fastgen.explain())
+    torch.cuda.empty_cache()
 
 
 def test_a_failed_capture_warns_once_and_leaves_no_trace(monkeypatch):
@@ -277,6 +290,16 @@ def test_steps_in_inference_mode_are_cuda_graphs():
     with torch.inference_mode():
         for _ in range(2):
             assert replays(model, inputs_on_gpu("llama"), **BEAMS)
+
+
+def test_a_replay_copies_no_states_of_the_encoder():
+    """No step reads them, because their keys are in the cache."""
+    model = model_of("bart")
+    with torch.inference_mode():
+        for _ in range(2):
+            assert replays(model, inputs_on_gpu("bart"), **BEAMS)
+    for graph in graphs._graph_caches[model].entries.values():
+        assert any(graph.buffers[index].shape[-1] == model.config.d_model for index in graph._unread)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -98,13 +98,13 @@ class GenerateCall:
 
     def has_changed(self, model: Any) -> bool:
         """Whether user code has changed this model since the call asked about it; if so, discards its facts."""
-        facts, snapshot = self.facts.get(model), self.snapshots.pop(model, None)
-        if facts is None:
+        facts, snapshot = self.facts.get(model), self.snapshots.get(model)
+        if facts is None or (snapshot is not None and snapshot.is_current()):
             return False
-        is_current = snapshot is not None and snapshot.is_current()
-        if is_current or facts.is_current():
-            self.snapshots[model] = snapshot if is_current else facts.snapshot()
+        if facts.is_current():
+            self.snapshots[model] = facts.snapshot()
             return False
+        self.snapshots.pop(model, None)
         del self.facts[model]
         return True
 

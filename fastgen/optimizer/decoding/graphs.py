@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from fastgen.config import CONFIG
 from fastgen.ops import cpu_graph
 from fastgen.ops.kernel import tolerance
-from fastgen.ops.tracing import Diverged, NotRepeatable, NoWaiting, is_transformed, is_watched
+from fastgen.ops.tracing import Diverged, NotRepeatable, is_transformed, is_watched, memory_of, no_waiting
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.cost_model import first_weight, size_of
 from fastgen.optimizer.decoding.report import STEPS, TORCH_MODE, Reason, that_hold
@@ -60,7 +60,7 @@ class CpuCapture:
         rewind()
         output = replay()  # the function's kernels may round differently
         rewind()
-        return output, replay, nbytes, lambda tensor: cpu_graph.memory_of(tensor) in read
+        return output, replay, nbytes, lambda tensor: memory_of(tensor) in read
 
 
 class CudaCapture:
@@ -96,8 +96,8 @@ class CudaCapture:
             try:
                 with torch.cuda.stream(self.stream):
                     graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                    try:
-                        with NoWaiting():
+                    try:  # the warm-up may wait: the library reads some masks if no stream is capturing
+                        with no_waiting() as watched:
                             output = run()
                     except BaseException:
                         with suppress(RuntimeError):  # the capture was interrupted
@@ -115,7 +115,7 @@ class CudaCapture:
             graph.replay()
             return output
 
-        return first, replay, 0, lambda tensor: True
+        return first, replay, 0, watched.has_read  # kernels in Triton get views, which are made by operations
 
 
 _capture_lock = threading.Lock()  # torch allows one capture at a time in a process

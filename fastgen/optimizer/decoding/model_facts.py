@@ -312,7 +312,7 @@ class Snapshot:
     def __init__(self, holders: list[Any]) -> None:
         self._holders, self._types = holders, list(map(type, holders))
         spaces: list[Any] = [*map(vars, holders), *_HOOKS_OF_ALL]
-        seen, empty = set(map(id, spaces)), []
+        seen, empty = set(map(id, spaces)), list[Any]()
         for space in spaces:  # the loop appends collections
             for value in _values(space):
                 if type(value) in _COLLECTIONS and id(value) not in seen:
@@ -333,8 +333,8 @@ class Snapshot:
             return False
 
 
-def _values(collection: Any) -> Iterable[Any]:
-    return collection.values() if hasattr(collection, "values") else collection
+def _values(collection: Any) -> list[Any]:
+    return list(collection.values() if hasattr(collection, "values") else collection)
 
 
 _facts: WeakKeyDictionary[nn.Module, ModelFacts] = WeakKeyDictionary()

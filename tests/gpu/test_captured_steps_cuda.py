@@ -221,6 +221,21 @@ def test_steps_with_more_keys_than_are_kept_are_captured_steps(monkeypatch):
         assert not graphs._graph_caches[model].entries
 
 
+@pytest.mark.parametrize("missing, unused", [(0, 0), (1, 0), (1, 1)])
+def test_captures_need_free_memory_for_twice_the_keys(monkeypatch, missing, unused):
+    """Filling a static cache copies them. unused: bytes that torch's allocator holds and has not handed out."""
+    model = model_of("llama")
+    config, rows, positions = model.config, 3 * BEAMS["num_beams"], 7 + 1
+    width = config.num_key_value_heads * config.head_dim
+    free = 2 * (2 * config.num_hidden_layers * rows * positions * width * model.dtype.itemsize) - missing
+    memory = {"mem_get_info": (free, 1 << 36), "memory_reserved": 4096 + unused, "memory_allocated": 4096}
+    for name, value in memory.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    is_captured = bool(replays(model, inputs_on_gpu("llama"), **BEAMS))
+    assert is_captured is (missing <= unused)
+    assert ("KV_CACHE_TOO_LARGE" in fastgen.explain().codes()) is not is_captured
+
+
 @pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch before 2.9 has one switch")
 def test_captured_steps_accept_the_newer_switch_for_tf32(monkeypatch):
     """Rounding decides between close tokens then, so they are not compared."""

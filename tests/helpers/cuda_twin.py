@@ -1,8 +1,9 @@
 """A twin of a GPU, for machines without one: `torch.cuda` as far as fastgen and its tests use it.
 
 Tensors say `cuda:0`, and torch's kernels for the CPU compute them (cuda_twin.cpp). Launches and waits of the host are
-counted; graphs are recorded kernel by kernel and replayed into the same memory; a wait within a capture raises.
-It shows neither the order of streams nor the allocator's pools, the rounding of a GPU's kernels, or several devices.
+counted; graphs are recorded kernel by kernel and replayed into the same memory. As in torch, a wait within a capture
+raises, and so does a capture during another one, in any thread, or into a pool whose graphs are gone.
+It shows neither the order of streams nor the memory of pools, the rounding of a GPU's kernels, or several devices.
 fastgen's own CUDA and Triton kernels do not run on it; `attend_in_one_kernel` puts an operation in their place.
 
 It changes torch for the whole process: `python -m pytest -p cuda_twin tests/gpu/...` with this folder in PYTHONPATH.
@@ -25,6 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -183,12 +185,17 @@ class CUDAGraph:
         self._number = ctypes.c_int64(next(_numbers))
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
-        if _library.twin_is_capturing() or not current_stream().cuda_stream:
-            raise RuntimeError("CUDA error: a capture begins within another, or on the default stream")
+        if pool in _pools and not _pools[pool]:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED: torch has freed this pool with its last graph")
+        if not current_stream().cuda_stream or not _capturing.acquire(blocking=False):
+            raise RuntimeError("CUDA error: a capture begins on the default stream, or during another capture")
+        if pool is not None:
+            _pools.setdefault(pool, WeakSet()).add(self)
         _library.twin_begin_capture()
 
     def capture_end(self) -> None:
         _library.twin_end_capture(self._number)
+        _capturing.release()
 
     def replay(self) -> None:
         _library.twin_replay(self._number)
@@ -197,7 +204,9 @@ class CUDAGraph:
         _library.twin_drop(self._number)
 
 
-_numbers = itertools.count(1)  # of streams and graphs
+_numbers = itertools.count(1)  # of streams, graphs and pools
+_capturing = threading.Lock()  # held during a capture
+_pools: dict[Any, WeakSet[CUDAGraph]] = {}  # the graphs of each handle that captures have used
 _default_stream = Stream()
 _default_stream.cuda_stream = 0
 _current = threading.local()

@@ -15,7 +15,7 @@ from torch import nn
 
 from fastgen.optimizer.decoding import graphs
 from fastgen.optimizer.decoding.call import generate_call
-from fastgen.optimizer.decoding.graphs import CapturedGraph, CpuCapture, GraphCache, GraphState
+from fastgen.optimizer.decoding.graphs import CapturedGraph, CpuCapture, CudaCapture, GraphCache, GraphState
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.static_kv_cache import StaticKVCache, capacity_for
 from fastgen.optimizer.transformers.checks import KNOWN
@@ -148,6 +148,17 @@ def test_steps_are_captured_on_the_default_stream_of_a_gpu(monkeypatch):
             checks = SimpleNamespace(call=call, model=model, decoder=model, known_code=KNOWN, capture=[], rows=[])
             assert graphs.can_capture(checks, 1, 40) is (not codes)
         assert call.report.codes() == codes
+
+
+def test_no_two_live_captures_share_a_stream(monkeypatch):
+    """torch hands out streams in turn, and so the same one again."""
+    numbers = iter([1, 1, 2, 1, 2, 3, 1, 2])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: SimpleNamespace(cuda_stream=next(numbers)))
+    monkeypatch.setattr(graphs, "_captures", weakref.WeakSet())
+    captures = [CudaCapture(torch.device("cuda")) for _ in range(3)]
+    assert [capture.stream.cuda_stream for capture in captures] == [1, 2, 3]
+    del captures[1]
+    assert CudaCapture(torch.device("cuda")).stream.cuda_stream == 2
 
 
 # The graphs of a model.

@@ -280,6 +280,15 @@ def test_a_graph_outlives_another_of_its_stream():
     assert all(block.isnan().all() for block in blocks)
 
 
+def test_the_graphs_of_a_model_share_one_pool(monkeypatch):
+    handle, handles = torch.cuda.graph_pool_handle, []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: handles.append(handle()) or handles[-1])
+    model = model_of("llama")
+    for arguments in (BEAMS, GREEDY):
+        assert replays(model, inputs_on_gpu("llama"), **arguments)
+    assert len(graphs._graph_caches[model].entries) > 1 and len(handles) == 1
+
+
 def test_a_pool_without_graphs_is_created_anew():
     model = model_of("llama")
     assert replays(model, inputs_on_gpu("llama"), **BEAMS)

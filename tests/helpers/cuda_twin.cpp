@@ -24,6 +24,7 @@ using c10::OperatorHandle;
 using Stack = torch::jit::Stack;
 
 const c10::Device DEVICE(c10::DeviceType::CUDA, 0);
+constexpr int64_t MEMORY = int64_t(1) << 36;  // bytes
 
 struct Guard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   c10::Device getDevice() const override { return DEVICE; }
@@ -277,10 +278,12 @@ void replay(const Graph& graph) {
   }
 }
 
-// Memory is not pinned: torch has no allocator for that.
+// Memory is not pinned: torch has no allocator for that. More than the device has raises torch.OutOfMemoryError.
 Tensor empty(
     c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
     std::optional<c10::Device>, std::optional<bool>, std::optional<at::MemoryFormat> memory_format) {
+  auto numbers = c10::multiply_integers(C10_AS_INTARRAYREF_SLOW(size));
+  TORCH_CHECK_WITH(OutOfMemoryError, numbers <= MEMORY, "CUDA out of memory: tried to allocate ", numbers, " numbers");
   return at::detail::empty_generic_symint(
       size, c10::GetCPUAllocator(), c10::DispatchKeySet(c10::DispatchKey::CPU),
       dtype.value_or(c10::get_default_dtype_as_scalartype()), memory_format);

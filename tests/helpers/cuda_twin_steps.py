@@ -1,8 +1,9 @@
 """Prints as JSON what the steps of decoding loops launch on a GPU, and how often the host waits, counted on the twin.
 
 `python cuda_twin_steps.py LIBRARY`, the compiled cuda_twin.cpp. For each loop: the library alone, fastgen with captured
-steps switched off, with them, and with them and one kernel for attention. The numbers are those of a step: the
-difference of a longer call and a shorter one. "attention" holds the launches of a single attention.
+steps switched off, with them, both with shared prompts, and captured ones with one kernel for attention. The numbers
+are those of a step: the difference of a longer call and a shorter one. "attention" holds the launches of a single
+attention, "forwards before a capture" how many a new model computes by the default costs.
 
 Tests: tests/optimizer/test_cuda_twin.py
 """
@@ -21,14 +22,24 @@ from tiny_models import tiny
 
 import fastgen
 from fastgen.optimizer.decoding import graphs
+from fastgen.testing import configured, replaced
 
 SHORT, LONG = 40, 60
 WAYS: dict[str, Callable[[], AbstractContextManager]] = {
     "stock": fastgen.disabled,
-    "off": lambda: capturing("off", smallest_capacity=128),
-    "on": lambda: capturing("on", smallest_capacity=128),
+    "off": lambda: steps_with("off"),
+    "on": lambda: steps_with("on"),
+    "off, shared": lambda: steps_with("off", share="always"),
+    "on, shared": lambda: steps_with("on", share="always"),
     "kernel": lambda: attending_in_one_kernel(),
 }
+
+
+@contextmanager
+def steps_with(cuda_graphs: str, share: str = "auto") -> Iterator[None]:
+    """Captures steps, or does not; no call outgrows its buffers. share: whether prompts are shared."""
+    with capturing(cuda_graphs, smallest_capacity=128), configured(share=share):
+        yield
 
 
 @contextmanager
@@ -37,7 +48,7 @@ def attending_in_one_kernel() -> Iterator[None]:
     graphs._graph_caches.clear()
     cuda_twin.attend_in_one_kernel(True)
     try:
-        with capturing("on", smallest_capacity=128):
+        with steps_with("on"):
             yield
     finally:
         cuda_twin.attend_in_one_kernel(False)
@@ -46,6 +57,7 @@ def attending_in_one_kernel() -> Iterator[None]:
 LOOPS = {
     "BART, beam 4": ("bart", "seq2seq", {"num_beams": 4}),
     "Llama, beam 4": ("llama", "causal", {"num_beams": 4}),
+    "Llama, beam 4, no 3-gram twice": ("llama", "causal", {"num_beams": 4, "no_repeat_ngram_size": 3}),
     "Llama, 16 samples": ("llama", "causal", {"do_sample": True, "num_return_sequences": 16}),
     "Llama, greedy": ("llama", "causal", {"do_sample": False}),
 }
@@ -58,7 +70,22 @@ def main() -> None:
     if find_spec("fairseq"):
         calls["fairseq, beam 4"] = fairseq_call()
     steps = {name: {way: counts(call, way) for way in WAYS} for name, call in calls.items()}
-    print(json.dumps({**steps, "attention": launches_of_attention()}))
+    others = {"attention": launches_of_attention(), "forwards before a capture": forwards_before_a_capture()}
+    print(json.dumps({**steps, **others}))
+
+
+def forwards_before_a_capture() -> float:
+    """Returns how many forwards a new model computes before its first graph, counted by the `silu` of its layers."""
+    launches: list[int] = []
+
+    def noting(capture: Callable, *arguments: Any) -> Any:
+        launches.append(cuda_twin.counts("launches")["silu"])
+        return capture(*arguments)
+
+    model, before = tiny("llama").cuda(), cuda_twin.counts("launches")["silu"]
+    with replaced("capture a step", noting):
+        model.generate(torch.ones(1, 9).long().cuda(), max_new_tokens=LONG, do_sample=False, eos_token_id=None)
+    return (launches[0] - before) / model.config.num_hidden_layers
 
 
 def launches_of_attention() -> dict[str, int]:
@@ -100,7 +127,7 @@ def fairseq_call() -> Callable[[int], Any]:
 
 
 def counts(call: Callable[[int], Any], way: str) -> dict[str, float]:
-    """Returns launches and waits of a step, captured ones not included, and how many steps a call replays."""
+    """Returns launches and waits of a step, captured ones not included; what a call replays, and whether it shares."""
     with WAYS[way]():
         for steps in (SHORT, LONG):  # captures, and does what is done once
             call(steps)
@@ -109,9 +136,11 @@ def counts(call: Callable[[int], Any], way: str) -> dict[str, float]:
         between = {of: cuda_twin.counts(of).total() for of in before}
         call(LONG)
         after = {of: cuda_twin.counts(of).total() for of in before}
+    of_step = {of: (after[of] - 2 * between[of] + before[of]) / (LONG - SHORT) for of in before}
+    if way == "stock":
+        return of_step
     report = fastgen.explain()
-    replayed = report.kernels["decode step, CUDA graph"] if way != "stock" else 0
-    return {of: (after[of] - 2 * between[of] + before[of]) / (LONG - SHORT) for of in before} | {"replayed": replayed}
+    return of_step | {"replayed": report.kernels["decode step, CUDA graph"], "shares": bool(report.shared)}
 
 
 if __name__ == "__main__":

@@ -14,23 +14,36 @@ from python_process import REPOSITORY, run_python
 
 HELPERS = REPOSITORY / "tests" / "helpers"
 HAS_FAIRSEQ = find_spec("fairseq") is not None
-# The most launches of a captured step: those of its graph, which is one, of what chooses tokens, and of reorders.
+# The most launches of a captured step: those of its graph, which is one, of what chooses tokens, and of reorders; and
+# those of an eager step with shared prompts, whose attention in segments launches more. At most 10 % above the counts.
 LAUNCHES = {
-    "BART, beam 4": 60,
-    "Llama, beam 4": 66,
-    "Llama, 16 samples": 30,
-    "Llama, greedy": 24,
-    "fairseq, beam 4": 58,
+    "BART, beam 4": (60, 156),
+    "Llama, beam 4": (66, 198),
+    "Llama, beam 4, no 3-gram twice": (86, 217),
+    "Llama, 16 samples": (30, 149),
+    "Llama, greedy": (24, 113),
+    "fairseq, beam 4": (58, 106),
 }
 LOOPS = [loop for loop in LAUNCHES if HAS_FAIRSEQ or "fairseq" not in loop]
 
-# Left out: whatever a GPU rounds otherwise than a CPU or the twin does not have, and models that other tests cover.
-FILES = ["test_captured_steps_cuda.py", "test_parity_cuda.py"] + ["test_fairseq_parity_cuda.py"] * HAS_FAIRSEQ
-LEFT_OUT = "outlives or half or allocator or second_gpu or ancestors or tokens_of and (gpt2 or t5 or whisper)"
-TESTS = f"captured_steps and not ({LEFT_OUT}) or hypotheses_of_cuda_graphs"
+# Left out: what a GPU rounds otherwise than a CPU (most of half precision), what the twin does not have (kernels in
+# CUDA, and in Triton those of checksums and attention, cuDNN's LSTM, `torch.cuda.graph`, streams that sleep, a second
+# GPU, a bound of a process's memory, errors of a device), and models that other tests cover.
+FILES = ["test_captured_steps_cuda.py", "test_parity_cuda.py", "test_cli_cuda.py", "test_no_repeat_ngram_cuda.py"]
+FILES += ["test_fairseq_parity_cuda.py"] * HAS_FAIRSEQ
+LEFT_OUT = "outlives or half or second_gpu or ancestors or tokens_of and (gpt2 or t5 or whisper)"
+COMMANDS, NGRAMS = "plain_loop or resumed", "bans_as_defined and torch or first_kernel"
+TESTS = f"captured_steps and not ({LEFT_OUT}) or {COMMANDS} or {NGRAMS}"
+FAIRSEQ = "fairseq and (hypotheses or first_words) and not lstm"
 IN_ONE_KERNEL = "ancestors or (beams and tokens_of and (llama or bart)) or hypotheses_of_cuda_graphs"
 ARCHITECTURES = "test_fp32_tokens_and_scores"  # the twin refuses tensors of a CPU among a GPU's
-RUNS = {"torch": (TESTS, 30, "0"), "kernel": (IN_ONE_KERNEL, 5, "1"), "architectures": (ARCHITECTURES, 90, "0")}
+RUNS = {
+    "torch": (TESTS, 40, "0"),
+    "fairseq": (FAIRSEQ, 70, "0"),
+    "kernel": (IN_ONE_KERNEL, 5, "1"),
+    "architectures": (ARCHITECTURES, 90, "0"),
+}
+needs_fairseq = pytest.mark.skipif(not HAS_FAIRSEQ, reason="fairseq is not installed")
 
 pytestmark = [
     needs_compiler,
@@ -57,7 +70,15 @@ def steps(library, tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("run", ["torch", "kernel", pytest.param("architectures", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "run",
+    [
+        "torch",
+        pytest.param("fairseq", marks=needs_fairseq),
+        "kernel",
+        pytest.param("architectures", marks=pytest.mark.slow),
+    ],
+)
 def test_the_tests_of_a_gpu_pass_on_its_twin(library, run):
     tests, count, kernels = RUNS[run]
     files = [str(REPOSITORY / "tests" / "gpu" / name) for name in FILES]
@@ -73,16 +94,39 @@ def test_the_tests_of_a_gpu_pass_on_its_twin(library, run):
 @pytest.mark.parametrize("loop", LOOPS)
 def test_the_host_waits_for_no_captured_step(steps, loop):
     assert steps[loop]["stock"]["waits"] >= 1
-    assert steps[loop]["on"]["replayed"] > 40
-    assert steps[loop]["on"]["waits"] <= 0
+    for way in ("on", "on, shared"):
+        assert steps[loop][way]["replayed"] > 40
+        assert steps[loop][way]["waits"] <= 0
+    assert steps[loop]["on, shared"]["shares"] is (loop != "Llama, greedy")
 
 
 @pytest.mark.xdist_group("cuda_twin")
 @pytest.mark.parametrize("loop", LOOPS)
-def test_eager_steps_launch_hardly_more_than_the_library(steps, loop):
-    stock = steps[loop]["stock"]["launches"]
-    assert stock > 100 and steps[loop]["off"]["launches"] <= 1.1 * stock
-    assert steps[loop]["on"]["launches"] <= LAUNCHES[loop]
+def test_eager_steps_launch_no_more_than_the_library(steps, loop):
+    assert 90 < steps[loop]["off"]["launches"] <= steps[loop]["stock"]["launches"]
+
+
+@pytest.mark.xdist_group("cuda_twin")
+@pytest.mark.parametrize("loop", LOOPS)
+def test_steps_launch_no_more_than_was_counted(steps, loop):
+    captured, shared = LAUNCHES[loop]
+    assert steps[loop]["on"]["launches"] <= captured
+    assert steps[loop]["on, shared"]["launches"] <= captured
+    assert steps[loop]["off, shared"]["launches"] <= shared
+
+
+@pytest.mark.xdist_group("cuda_twin")
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_host_waits_no_more_for_eager_steps(steps, loop):
+    """The loop for fairseq reads flags a step late; eager steps of transformers wait as often as the library's."""
+    for way in ("off", "off, shared"):
+        assert steps[loop][way]["waits"] <= (0 if "fairseq" in loop else steps[loop]["stock"]["waits"])
+
+
+@pytest.mark.xdist_group("cuda_twin")
+def test_graphs_begin_with_the_second_step_by_default(steps):
+    """A call's prefill and two steps are eager, because many calls end early."""
+    assert steps["forwards before a capture"] == 3
 
 
 @pytest.mark.xdist_group("cuda_twin")

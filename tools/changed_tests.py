@@ -23,7 +23,7 @@ OTHERS = {
     "CONTRIBUTING.md": ["tests/test_docs.py"],
     "examples/": ["tests/test_examples.py"],
     "benchmarks/": ["tests/test_benchmarks.py", "tests/test_peers.py"],
-    "tools/": ["tests/test_demo.py", "tests/test_changed_tests.py"],
+    "tools/": ["tests/test_demo.py", "tests/test_changed_tests.py", "tests/test_gpu_check.py"],
 }
 
 

@@ -142,11 +142,27 @@ def test_a_reorder_by_table_launches_less(steps, loop):
     assert steps[loop]["kernel"]["waits"] <= steps[loop]["on"]["waits"]
 
 
+# The first call has a part that raises; in the second one it does not, but all that have ended would.
 DRY_RUN = """
-import sys, cuda_twin
+import json, sys
+from pathlib import Path
+from unittest import mock
+import cuda_twin
 cuda_twin.install(sys.argv[1])
 import gpu_check
-sys.exit(gpu_check.main(["--dry", "--page", "page.md"]))
+
+def fail(dry):
+    raise ValueError("it is to fail\\nin this call")
+
+def check(*failing):
+    with mock.patch.dict(gpu_check.PARTS, dict.fromkeys(failing, fail)):
+        return gpu_check.main(["--dry", "--page", "page.md"])
+
+assert check("attention") == 1
+results = json.loads(Path("gpu-check.json").read_text())
+assert list(results) == list(gpu_check.PARTS)
+assert results["attention"] == {"error": "ValueError: it is to fail"}
+assert check("rates", "parity", "generate", "tests") == 0
 """
 
 
@@ -165,6 +181,8 @@ def test_a_dry_run_of_gpu_check_writes_each_part(library, tmp_path):
     assert all(ways["fastgen"]["replayed"] for ways in results["generate"].values())
     for dtypes in results["parity"].values():
         assert dtypes["float32"]["equal"] == 4 and all(cell["replayed"] for cell in dtypes.values())
+    assert all(ways.keys() == {"stock", "torch's products", "fastgen"} for ways in results["attention"].values())
+    assert "no-repeat n-gram (CUDA: " in page
     assert results["rates"]["break_even"].keys() == {"eager", "in a graph"} and "Rates by a probe: " in page
     assert results["tests"]["status"] == 0 and "1 passed" in page
     assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page and "dry run" in page

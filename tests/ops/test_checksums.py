@@ -82,17 +82,13 @@ def compare_blocks() -> None:
 
 
 def compile_all() -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from triton_compile import MOST_SPILLED, compile_kernel
 
     from fastgen.ops import triton_checksums
 
     constants = {"BLOCK": triton_checksums.BLOCK, "PROGRAMS": triton_checksums.PROGRAMS}
-    signature = {"places": "*i64", "sums": "*i64"} | dict.fromkeys(constants, "constexpr")
-    for architecture in (80, 90, 100):
-        source = ASTSource(triton_checksums._add_up, signature, constants)
-        assert triton.compile(source, target=GPUTarget("cuda", architecture, 32)).asm["cubin"]
+    for architecture in MOST_SPILLED:
+        compile_kernel(triton_checksums._add_up, architecture, {"places": "*i64", "sums": "*i64"}, constants)
 
 
 @needs_triton

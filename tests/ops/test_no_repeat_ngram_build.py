@@ -6,15 +6,18 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import setuptools
+import torch
 from host_compiler import CSRC, needs_compiler
-from python_process import REPOSITORY
+from python_process import REPOSITORY, run_functions
 
 NVCC = shutil.which("nvcc")
 GPU_ARCHITECTURES = ("80", "90", "100")
+needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="triton is not installed")
 
 # Prints the states of an installed fastgen's kernels, and the scores after a token was banned.
 PROGRAM = """
@@ -38,23 +41,42 @@ def test_nvcc_compiles_the_source_without_warnings(architecture, tmp_path):
     assert (done.returncode, done.stderr) == (0, "") and output.stat().st_size
 
 
-@pytest.mark.parametrize("architecture", GPU_ARCHITECTURES)
-@pytest.mark.parametrize(("scores", "tokens"), [("*fp32", "*i64"), ("*fp16", "*i32"), ("*bf16", "*i64")])
-def test_triton_compiles_its_kernel(architecture, scores, tokens, tmp_path, monkeypatch):
-    triton = pytest.importorskip("triton", reason="triton is not installed: its kernel was not compiled")
-    if triton.knobs.runtime.interpret:
-        pytest.skip("TRITON_INTERPRET is set: kernels are not compiled")
+def compile_in_triton() -> None:
+    from triton_compile import MOST_SPILLED, compile_kernel
+
     from fastgen.ops.no_repeat_ngram.triton_kernel import BLOCK, _ban_kernel
 
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # else it warns
-    is_own = tokens == "*i64"
-    constants = {"HAS_LENGTHS": is_own, "IS_OWN": is_own, "BLOCK": BLOCK, "score_stride": 1, "token_stride": 1}
-    pointers = {"scores": scores, "tokens": tokens, "source": tokens, "lengths": "*i64"}
-    others = {name: "constexpr" if name in constants else "i32" for name in _ban_kernel.arg_names}
-    source = triton.compiler.ASTSource(fn=_ban_kernel, signature=others | pointers, constexprs=constants)
-    target = triton.backends.compiler.GPUTarget("cuda", int(architecture), 32)
-    assert triton.compile(source, target=target).asm["cubin"]
+    for scores, tokens, is_own in (("*fp32", "*i64", True), ("*fp16", "*i32", False), ("*bf16", "*i64", True)):
+        constants = {"HAS_LENGTHS": is_own, "IS_OWN": is_own, "BLOCK": BLOCK, "score_stride": 1, "token_stride": 1}
+        types = {"scores": scores, "tokens": tokens, "source": tokens, "lengths": "*i64"}
+        for architecture in MOST_SPILLED:
+            compile_kernel(_ban_kernel, architecture, types, constants)
+
+
+@needs_triton
+def test_triton_compiles_its_kernel_without_spills(tmp_path):
+    run_functions(__file__, "compile_in_triton", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+
+
+def ban_in_growing_texts() -> None:
+    """Bans with texts and sources of all lengths; a length that is a multiple of 16 would be a case of its own."""
+    from triton_compile import versions_of
+
+    from fastgen.ops.no_repeat_ngram import triton_kernel
+
+    def ban(tokens: torch.Tensor, source: torch.Tensor | None) -> None:
+        triton_kernel.ban(tokens, torch.zeros(4, 50), 3, None, source)
+
+    def texts(rows: int) -> list[torch.Tensor]:
+        return [torch.zeros(rows, length, dtype=torch.int64) for length in range(3, 35)]
+
+    assert len(versions_of(lambda: [ban(text, None) for text in texts(4)])) == 1
+    assert len(versions_of(lambda: [ban(texts(4)[0], source) for source in texts(2)])) == 1
+
+
+@needs_triton
+def test_triton_compiles_once_for_growing_texts():
+    run_functions(__file__, "ban_in_growing_texts", TRITON_INTERPRET="0")
 
 
 def test_nvcc_is_searched_where_installers_put_it(tmp_path, monkeypatch):

@@ -1,9 +1,6 @@
 """Attention in Triton, in its interpreter without a GPU: equal to the definition in fp64."""
 
 import itertools
-import os
-import re
-import subprocess
 from importlib.util import find_spec
 
 import pytest
@@ -94,12 +91,17 @@ def compare_nan() -> None:
     assert output[1].isnan().all() and output[0].isfinite().all()
 
 
+# Widths, query heads of a key head, masks: each width with several groups, and each group with several masks.
+EXACT = [(64, 1, "bool"), (64, 8, "left padding"), (80, 2, "added"), (80, 4, "left padding")]
+EXACT += [(128, 4, "bool"), (128, 2, "left padding"), (256, 1, "left padding"), (256, 8, "added")]
+
+
 def compare_errors() -> None:
     """Not in bfloat16, whose products the interpreter computes from the numbers' bits."""
     from fastgen.ops import triton_attention
 
-    for dtype, width, groups in itertools.product((torch.float32, torch.float16), (64, 80, 128, 256), (4, 8)):
-        options = {"rows": 4, "all_lengths": [(70, 130, 5)], "kinds": ["left padding"]}
+    for dtype, (width, groups, mask) in itertools.product((torch.float32, torch.float16), EXACT):
+        options = {"rows": 4, "all_lengths": [(70, 130, 5)], "kinds": [mask]}
         check_exactness(triton_attention, dtype, width, groups, "cpu", **options)
 
 
@@ -111,61 +113,55 @@ def test_triton_attention_equals_the_definition():
     run_functions(__file__, "compare_all", "compare_bounds", "compare_ancestors", "compare_nan", TRITON_INTERPRET="1")
 
 
+# dtype, width, queries of a tile, query heads of a key head, mask and whether it is one for all, table of ancestors
+COMPILED = [
+    ("fp16", 64, 16, 1, "none", True, False),
+    ("bf16", 128, 64, 4, "bool", False, False),
+    ("fp16", 256, 32, 8, "added", False, False),
+    ("fp32", 128, 16, 4, "bool", False, False),
+    ("bf16", 80, 64, 8, "bool", True, False),
+    ("bf16", 128, 16, 8, "added", True, True),
+    ("fp16", 256, 16, 1, "bool", False, True),
+    ("fp16", 80, 16, 4, "none", True, True),
+]
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
 def compile_all() -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    """Compiles what a program of each kind would use, each option with several others."""
+    from triton_compile import MOST_SPILLED, compile_kernel
 
     from fastgen.ops import triton_attention
 
-    kernel = triton_attention._add_up
-    shapes = [("fp16", 64, 16, False), ("bf16", 128, 64, False), ("fp16", 256, 32, False), ("fp32", 128, 16, False)]
-    shapes += [("bf16", 128, 16, True), ("fp16", 256, 16, True)]  # a tile of the heads of one row
-    for architecture, (dtype, width, tile, follows) in itertools.product((80, 90, 100), shapes):
-        torch_type = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-        constants = {"WIDTH": width, "VALUE_WIDTH": width, "GROUPS": 4, "MASK": 2, "ONE_MASK": False, "TILE": tile}
-        constants |= {
-            "HAS_FIRST": True,
-            "HAS_LAST": True,
-            "HAS_ANCESTORS": follows,
-            "WIDTH_2": width,
-            "VALUE_WIDTH_2": width,
-        }
-        tuning = triton_attention._tuning(tile, width, torch_type)
-        options = {"num_warps": tuning.pop("num_warps")}
+    kernel, masks = triton_attention._add_up, {"none": 0, "added": 1, "bool": 2}
+    aligned = [name for name in kernel.arg_names if name.split("_")[0] in "qkv"]  # strides
+    for architecture, (dtype, width, tile, groups, mask, one_mask, follows) in itertools.product(
+        MOST_SPILLED, COMPILED
+    ):
+        padded = triton_attention._padded(width)
+        tuning = triton_attention._tuning(tile, padded, DTYPES[dtype])
+        constants = {"WIDTH": width, "VALUE_WIDTH": width, "WIDTH_2": padded, "VALUE_WIDTH_2": padded, "TILE": tile}
+        constants |= {"GROUPS": groups, "MASK": masks[mask], "ONE_MASK": one_mask, "BLOCK": tuning["BLOCK"]}
+        constants |= {"HAS_FIRST": True, "HAS_LAST": True, "HAS_ANCESTORS": follows}
         types = dict.fromkeys(("query", "keys", "values"), f"*{dtype}") | dict.fromkeys(("sums", "maxima"), "*fp32")
-        types |= {"mask": "*u8", "ancestors": "*i32", "first_key": "*i64", "last_key": "*i64", "scale": "fp32"}
-        constants |= tuning
-        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-        aligned = [
-            index
-            for index, name in enumerate(kernel.arg_names)
-            if signature[name].startswith("*") or name.split("_")[0] in "qkv"
-        ]
-        source = ASTSource(
-            kernel,
-            signature,
-            {(kernel.arg_names.index(name),): value for name, value in constants.items()},
-            {(index,): [["tt.divisibility", 16]] for index in aligned},
-        )
-        binary = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-        assert binary.asm["cubin"]
-        assert binary.metadata.shared <= 160 << 10, (dtype, width, binary.metadata.shared)
-        used = resources(binary.asm["ptx"], architecture)
-        spilled = [int(number) for number in re.findall(r"(\d+) bytes spill", used)]
-        most = 32 if architecture == 80 else 0  # 16 and 32 bytes of 255 registers, for one of these shapes
-        assert max(spilled) <= most, (architecture, dtype, width, follows, used)
+        types |= {"mask": "*u8" if mask == "bool" else f"*{dtype}", "ancestors": "*i32", "scale": "fp32"}
+        types |= {"first_key": "*i64", "last_key": "*i64"}
+        options = {"num_warps": tuning["num_warps"]}
+        binary = compile_kernel(kernel, architecture, types, constants, aligned, **options)
+        assert binary.metadata.shared <= 160 << 10, (architecture, types, constants, binary.metadata.shared)
 
 
-def resources(ptx: str, architecture: int) -> str:
-    """Returns what Triton's assembler says of a kernel: registers, bytes that do not fit into them, shared memory."""
-    from triton import knobs
+def compile_merge() -> None:
+    from triton_compile import MOST_SPILLED, compile_kernel
 
-    tool = knobs.nvidia.ptxas_blackwell if architecture >= 100 else knobs.nvidia.ptxas
-    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
-    command = [tool.path, "-v", f"-arch={target}", "-o", os.devnull, "/dev/stdin"]
-    return subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
+    from fastgen.ops import triton_attention
+
+    for architecture, (dtype, width, slots) in itertools.product(MOST_SPILLED, [("bf16", 80, 4), ("fp16", 256, 32)]):
+        constants = {"VALUE_WIDTH": width, "VALUE_WIDTH_2": triton_attention._padded(width), "BLOCK": slots}
+        types = {"sums": "*fp32", "maxima": "*fp32", "output": f"*{dtype}"}
+        compile_kernel(triton_attention._merge, architecture, types, constants, ("o_row", "o_head", "o_position"))
 
 
 def test_triton_attention_compiles_without_a_gpu(tmp_path):
-    run_functions(__file__, "compile_all", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    run_functions(__file__, "compile_all", "compile_merge", **environment)

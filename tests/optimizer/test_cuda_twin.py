@@ -1,4 +1,8 @@
-"""On a twin of a GPU its tests pass, no captured step makes the host wait, and eager steps launch no more."""
+"""On a twin of a GPU its tests pass, no captured step makes the host wait, and eager steps launch no more.
+
+torch's `FakeTensorMode` is no substitute: without CUDA it cannot index tensors of a GPU, and whatever it finds with the
+twin's library loaded, the twin finds in a whole call.
+"""
 
 import json
 import os

@@ -55,10 +55,10 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
 
     checks: the host's `CallChecks`. decoder: the part of the model that a step calls. max_length: the most tokens that
     a row can have. captures: whether steps may be captured; only then the model's `graphs` are set. steps: the number
-    of steps so far. since: the number of one-token steps since the prefill or the last compaction. graph: the graph in
-    use, whose static cache holds the loop's keys and values; None while steps are eager. most: the most positions that
-    a row can generate. variant: what else the key of a graph contains. rollback: restores what the loop has changed, so
-    that the host can start again.
+    of steps so far. since, ahead: the numbers of one-token steps, and of forwards of more tokens, since the prefill or
+    the last compaction. graph: the graph in use, whose static cache holds the loop's keys and values; None while steps
+    are eager. most: the most positions that a row can generate. variant: what else the key of a graph contains.
+    rollback: restores what the loop has changed, so that the host can start again.
 
     The path of a step (the loop's cache or a static one, the forward or a replay) determines its last bits. If the cost
     model's `looks_back` is off, it never depends on earlier calls.
@@ -72,7 +72,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         self.model, self.decoder, self.known_code = checks.model, checks.decoder, checks.known_code
         self.rows, self.rows_per_input, self.max_length = rows, rows_per_input, max_length
         self.captures, self.rollback = captures, Rollback()
-        self.steps = self.since = self.most = 0
+        self.steps = self.since = self.ahead = self.most = 0
         self.graph: CapturedGraph | None = None
         self._holds_graphs = False  # True: this call alone may use them
         self._key: tuple[Any, ...] = ()
@@ -188,6 +188,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
 
         A static cache counts none of these positions; the loop's own cache holds all.
         """
+        self.ahead += 1
         if (graph := self.graph) is None:
             return self.forward(self.model, self.inputs(tokens, None, size), None)
         inputs, outputs = self.inputs(tokens, graph.view, size), None
@@ -208,7 +209,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
 
         Each remaining input has the same number of rows, which are adjacent.
         """
-        self.rows, self.since = rows.shape[0], 0
+        self.rows, self.since, self.ahead = rows.shape[0], 0, 0
         self.rows_per_input = rows.shape[0] // batch_index.shape[0]
         if self.graph is not None:
             try:
@@ -320,7 +321,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
     def _wants_new_graph(self, left: int) -> bool:
         """Whether a new graph is worthwhile for at most `left` further steps."""
         costs, device, size = self.call.costs, self.graphs.device, size_of(self.decoder, self.known_code)
-        is_late = self.since >= costs.captures(device).before
+        is_late = self.since + self.ahead >= costs.captures(device).before
         return is_late and costs.should_capture(size, self.rows, left, False, device)
 
     def _attempt(self, graph: CapturedGraph, inputs: dict[str, Any]) -> Any:

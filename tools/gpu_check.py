@@ -3,8 +3,8 @@
     python tools/gpu_check.py [PART …] [--json gpu-check.json] [--page FILE]
 
 Each part is written to the file of JSON as soon as it has ended. A part that the file has, of this GPU, versions,
-kernels and day, is not run again. If a part raises or takes too long, its error is written instead, the next parts run,
-and the next call runs it again. The parts, and the minutes that each should take:
+kernels and day, is not run again. If a part raises, or its process takes too long, its error is written instead, the
+next parts run, and the next call runs it again. The parts, and the minutes that each should take:
 
     environment              versions, the GPU, fastgen's kernels for it
     attention    1           errors and times of the ways to attend

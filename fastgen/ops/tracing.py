@@ -131,10 +131,12 @@ class _NoData(TransparentMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Arguments = (), kwargs: Options = None) -> Any:
         kwargs, device = kwargs or {}, "cpu"
-        if func in _INDEXING and any(map(_is_list, tree_leaves(args[1], _is_list))):
+        if func in _INDEXING and any(map(_is_sequence, args[1] if type(args[1]) is tuple else args[1:2])):
             device = args[0].device
-        elif func in _OF_DATA and not isinstance(args[0] if args else kwargs.get("data"), Tensor):
+        elif func in _OF_DATA and not any(isinstance(value, Tensor) for value in (*args[:1], *kwargs.values())):
             device = kwargs.get("device") or torch.get_default_device()
+        elif func is Tensor.new_tensor:
+            device = kwargs.get("device") or args[0].device
         if torch.device(device).type != "cpu":
             raise NotRepeatable(f"torch.{func.__name__} copies between the host and the device")
         return func(*args, **kwargs)
@@ -144,8 +146,9 @@ _OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 _INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 
 
-def _is_list(value: Any) -> bool:
-    return type(value) is list
+def _is_sequence(index: Any) -> bool:
+    """Whether an index is a list, or something else of which torch makes a tensor."""
+    return hasattr(index, "__len__") and not isinstance(index, Tensor)
 
 
 @contextmanager

@@ -49,7 +49,7 @@ class GenerateCall:
     the steps after the prefill are to be captured. is_accelerated: whether something was computed or stored once per
     input, or the loop is fastgen's. on_exit: closed when the call ends, which returns captured steps and caches.
     has_stages: whether other calls of `generate` are stages of this one. costs: the cost model. facts: the facts of
-    each model that the call asked about. snapshots: of those that user code may change during the call. swapped: the
+    each model that the call asked about. snapshots: of those that user code may change at each step. swapped: the
     models whose modules have faster forwards in this call or in the enclosing one.
     """
 
@@ -96,15 +96,19 @@ class GenerateCall:
             self.facts[model] = facts_of(model, known_code)
         return self.facts[model]
 
-    def has_changed(self, model: Any) -> bool:
-        """Whether user code has changed this model since the call asked about it; if so, discards its facts."""
+    def has_changed(self, model: Any, is_repeated: bool = False) -> bool:
+        """Whether user code has changed this model since the call asked about it; if so, discards its facts.
+
+        is_repeated: whether this is asked at each step, so that a snapshot is worthwhile.
+        """
         facts, snapshot = self.facts.get(model), self.snapshots.get(model)
         if facts is None or (snapshot is not None and snapshot.is_current()):
             return False
-        if facts.is_current():
-            self.snapshots[model] = facts.snapshot()
-            return False
         self.snapshots.pop(model, None)
+        if facts.is_current():
+            if is_repeated:
+                self.snapshots[model] = facts.snapshot()
+            return False
         del self.facts[model]
         return True
 

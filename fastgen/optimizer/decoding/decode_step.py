@@ -73,6 +73,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         self.rows, self.rows_per_input, self.max_length = rows, rows_per_input, max_length
         self.captures, self.rollback = captures, Rollback()
         self.steps = self.since = self.ahead = self.most = 0
+        self._attempts = 0  # to capture, of at most two
         self.graph: CapturedGraph | None = None
         self._holds_graphs = False  # True: this call alone may use them
         self._key: tuple[Any, ...] = ()
@@ -172,13 +173,20 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             return self._static_step(self.graph, tokens)
         outputs = self.forward(self.model, self.inputs(tokens, None), None)
         self.since += 1
-        if self.captures and self.since in (1, self.call.costs.captures(self.graphs.device).before):
+        if self.captures and self._is_due():
             self._start_captures(tokens, self.logits_of(outputs))
         return outputs
 
+    def _is_due(self) -> bool:
+        """Whether to try a capture after this step: after the first one, and when a new graph is worthwhile."""
+        forwards, before = self.since + self.ahead, self.call.costs.captures(self.graphs.device).before
+        is_due = self._attempts == 0 or (self._attempts == 1 and forwards >= before)
+        self._attempts += is_due + (is_due and forwards >= before)
+        return is_due
+
     def has_changed(self) -> bool:
         """Whether user code has changed the model during the loop; steps are eager from then on."""
-        if self.runs_user_code and not self._is_changed and self.call.has_changed(self.model):
+        if self.runs_user_code and not self._is_changed and self.call.has_changed(self.model, True):
             self._is_changed = True
             self.leave_captures()
         return self._is_changed
@@ -209,7 +217,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
 
         Each remaining input has the same number of rows, which are adjacent.
         """
-        self.rows, self.since, self.ahead = rows.shape[0], 0, 0
+        self.rows, self.since, self.ahead, self._attempts = rows.shape[0], 0, 0, 0
         self.rows_per_input = rows.shape[0] // batch_index.shape[0]
         if self.graph is not None:
             try:
@@ -238,7 +246,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             self.captures = False
             self.call.report.add_reasons(STEPS, reasons)
             return
-        is_last = self.since >= costs.captures(graphs.device).before
+        is_last = self._attempts > 1
         wants_new = self._wants_new_graph(left + (graphs.steps_without[self.rows] if costs.looks_back else 0))
         if is_last and not wants_new:
             graphs.steps_without[self.rows] += left

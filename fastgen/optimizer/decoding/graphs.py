@@ -115,7 +115,8 @@ class CudaCapture:
             graph.replay()
             return output
 
-        return first, replay, 0, watched.has_read  # kernels in Triton get views, which are made by operations
+        # Only states of an encoder are large; a mask or token could be given to a kernel that is no operation of torch.
+        return first, replay, 0, lambda tensor: not tensor.is_floating_point() or watched.has_read(tensor)
 
 
 _capture_lock = threading.Lock()  # torch allows one capture at a time in a process

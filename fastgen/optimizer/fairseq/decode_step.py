@@ -243,7 +243,7 @@ class FairseqDecodeStep(DecodeStep):
     def _find_changes(self) -> None:
         """Ends captured steps if user code has changed a model; modules that it has added may store states."""
         for model, state in zip(self.generator.model.models, self.states):
-            if self.call.has_changed(model):
+            if self.call.has_changed(model, True):
                 self.captures = False
                 if self.graph is not None:
                     self.leave_captures()

@@ -28,6 +28,7 @@ class Block(nn.Module):
         self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout(0.1)
         self.config, self.scale, self.sizes, self.options = config, 0.5, [1, 2], {"scaled": True}
         self.register_buffer("positions", torch.arange(4.0))
+        self.offset = nn.Parameter(torch.ones(1))
         self.activation = torch.relu
 
 
@@ -59,6 +60,8 @@ CHANGES = {
     "item of a dictionary": lambda model: model.blocks[0].options.update(scaled=False),
     "configuration": lambda model: setattr(model.config, "layers", 3),
     "mode": lambda model: model.blocks[1].eval(),
+    "equal number": lambda model: setattr(model.blocks[1], "offset", nn.Parameter(torch.ones(1))),
+    "order of modules": lambda model: model.blocks._modules.update({"0": model.blocks._modules.pop("0")}),
     "module": lambda model: model.blocks.append(Block(model.config)),
     "replaced module": lambda model: setattr(model.blocks[0], "linear", nn.Linear(4, 4)),
     "class": lambda model: setattr(model.blocks[0].linear, "__class__", type("Other", (nn.Linear,), {})),

@@ -32,8 +32,9 @@ from torch import Tensor, nn
 
 from fastgen.optimizer.decoding import cost_model
 from fastgen.optimizer.decoding.cost_model import CostModel
-from fastgen.optimizer.decoding.model_facts import ModelFacts, Snapshot, facts_of
+from fastgen.optimizer.decoding.model_facts import ModelFacts, facts_of
 from fastgen.optimizer.decoding.report import LOOP, STEPS, Reason, Report, Stage
+from fastgen.optimizer.decoding.snapshot import Snapshot
 from fastgen.optimizer.decoding.user_code import KnownCode
 
 logger = logging.getLogger("fastgen")

@@ -11,24 +11,29 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from copy import copy
 from itertools import chain
-from operator import attrgetter, eq, itemgetter
+from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.weight_norm import WeightNorm
 
 from fastgen.optimizer.decoding.report import Reason
+from fastgen.optimizer.decoding.snapshot import (
+    ADDRESS,
+    COLLECTIONS,
+    HOOKS_OF_ALL,
+    LAYOUT,
+    MAPPINGS,
+    Snapshot,
+    of_tensors,
+)
 from fastgen.optimizer.decoding.user_code import (
     KnownCode,
     are_current,
@@ -43,19 +48,10 @@ from fastgen.provenance import packages_of
 
 _VALUES = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device})
 _TENSORS = frozenset({Tensor, nn.Parameter})
-_MAPPINGS = frozenset({dict, OrderedDict})
-_COLLECTIONS = _MAPPINGS | {list, tuple, set, frozenset}
 _CONFIGURATIONS = ("config", "cfg", "args")
 
 # Prefixes of attributes that no forward reads. The first two say how hooks are called.
 _UNREAD = ("_forward_hooks_", "_forward_pre_hooks_", "_load_state_dict", "_state_dict")
-
-# Global hooks, for all modules of the process.
-_HOOKS_OF_ALL = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
-
-# The compared properties of tensors. Values are not compared: captured steps read a weight at its address.
-_LAYOUT = (attrgetter("shape", "dtype"),)
-_ADDRESS = (*_LAYOUT, Tensor.stride, Tensor.data_ptr)
 
 
 class _Attributes(NamedTuple):
@@ -81,7 +77,7 @@ def _attributes_of(space: Mapping[str, Any], ignored: frozenset[str]) -> _Attrib
         kind = type(value)
         if name in ignored or name.startswith(_UNREAD):
             continue
-        if kind in _VALUES or (kind in _COLLECTIONS and (not value or (kind is tuple and _are_plain(value)))):
+        if kind in _VALUES or (kind in COLLECTIONS and (not value or (kind is tuple and _are_plain(value)))):
             simple.append(name)
             values.append(value if value or kind in _VALUES else kind())
         elif kind.__module__.startswith("fastgen.optimizer."):
@@ -100,8 +96,8 @@ def _add(value: Any, values: list[Any], tensors: list[Any], identity: Callable[[
         values.append(value)
     elif kind is set or kind is frozenset:
         values.append(frozenset(value if _are_plain(value) else map(identity, value)))
-    elif kind in _COLLECTIONS:
-        items = [*value, *value.values()] if kind in _MAPPINGS else value
+    elif kind in COLLECTIONS:
+        items = [*value, *value.values()] if kind in MAPPINGS else value
         values.append(len(items))
         if _are_plain(items):
             values += items
@@ -116,20 +112,6 @@ def _add(value: Any, values: list[Any], tensors: list[Any], identity: Callable[[
 
 def _are_plain(values: Iterable[Any]) -> bool:
     return _VALUES.issuperset(map(type, values))
-
-
-def _of_tensors(tensors: list[Tensor], readings: tuple[Callable[[Tensor], Any], ...]) -> list[Any]:
-    try:
-        return [value for read in readings for value in map(read, tensors)]
-    except RuntimeError:  # one is sparse, nested, or inside torch.func
-        return [_address(tensor) if Tensor.data_ptr in readings else type(tensor) for tensor in tensors]
-
-
-def _address(tensor: Tensor) -> Any:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # a tensor without memory of its own
-        return id(tensor)
 
 
 def _kind(value: Any) -> Any:
@@ -170,7 +152,7 @@ class ModelFacts:
         self.training = next(filter(None, (_switched_on(name, modules[name]) for name in self.in_training)), None)
         self.compiled = [name for name, module in modules.items() if _is_compiled(module)]
         hooks = [(name, hook) for name, module in modules.items() for hook in _hooks(module)]
-        hooks += [(None, hook) for hooks in _HOOKS_OF_ALL for hook in hooks.values()]
+        hooks += [(None, hook) for hooks in HOOKS_OF_ALL for hook in hooks.values()]
         self.hooks = [(name, qualified_name(hook)) for name, hook in hooks if not packages_of(hook) <= known_code.hooks]
         scaling = next((name for name, module in modules.items() if _scales_all_rows(module)), None)
         self.coupled = (
@@ -270,7 +252,7 @@ class ModelFacts:
         values: list[Any] = []
         tensors: list[Any] = []
         try:
-            _add([*self.known_code.registered(self._registered_names), *_HOOKS_OF_ALL], values, tensors, identity)
+            _add([*self.known_code.registered(self._registered_names), *HOOKS_OF_ALL], values, tensors, identity)
             parameters = [holders[index].__dict__["_parameters"] for index in self._with_parameters]
             modules = [holders[index].__dict__["_modules"] for index in self._with_modules]
             values += chain.from_iterable(parameters + modules)
@@ -280,7 +262,7 @@ class ModelFacts:
                 _add(holders[index].__dict__[name], values, tensors, identity)
             tensors = [tensor for tensor in tensors if tensor is not None]
             values += [identity(tensor) for tensor in tensors if type(tensor) not in _TENSORS]
-            return values + _of_tensors(tensors, _ADDRESS if of_instance else _LAYOUT)
+            return values + of_tensors(tensors, ADDRESS if of_instance else LAYOUT)
         except Exception:  # an attribute contains itself, or cannot be read
             return [object()]  # equals no other
 
@@ -300,62 +282,6 @@ class ModelFacts:
                     if isinstance(tensor, Tensor):
                         tensors[id(module), f"{type(module).__name__}.{name}.{part}".rstrip(".")] = tensor
         return tensors
-
-
-class Snapshot:
-    """The attributes of some objects, and the collections and tensors in these, at one moment, for the time of a call.
-
-    `is_current` compares them in C, and tensors by identity and address: Llama with 8 layers, between two steps, 0.3 ms
-    (AMD EPYC, family 25, model 17). `ModelFacts.is_current` takes 1.2 ms, and compares the library's code as well,
-    which user code replaces before a call, but not between two steps, unless it imports something.
-    """
-
-    def __init__(self, holders: list[Any]) -> None:
-        self._holders, self._types = holders, list(map(type, holders))
-        spaces: list[Any] = [*map(vars, holders), *_HOOKS_OF_ALL]
-        seen, empty = set(map(id, spaces)), list[Any]()
-        for space in spaces:  # the loop appends collections
-            for value in _items(space).values():
-                if type(value) in _COLLECTIONS and id(value) not in seen:
-                    seen.add(id(value))
-                    (spaces if value else empty).append(value)
-        self._filled, self._empty, self._copies = spaces, empty, list(map(_copy, spaces))
-        self._ordered = [space for space in spaces[len(holders) :] if type(space) in _MAPPINGS]
-        self._orders = list(map(list, self._ordered))
-        self._places = [(space, key) for space in spaces for key, value in _items(space).items() if _is_tensor(value)]
-        self._tensors = [space[key] for space, key in self._places]
-        self._addresses = _of_tensors(self._tensors, _ADDRESS)
-        self._imported = len(sys.modules)
-
-    def is_current(self) -> bool:
-        """Whether nothing was replaced, added or removed since."""
-        try:
-            return (
-                len(sys.modules) == self._imported
-                and list(map(type, self._holders)) == self._types
-                and all(map(eq, self._filled, self._copies))
-                and not any(self._empty)
-                and list(map(list, self._ordered)) == self._orders
-                and all(space[key] is tensor for (space, key), tensor in zip(self._places, self._tensors))
-                and _of_tensors(self._tensors, _ADDRESS) == self._addresses
-            )
-        except Exception:  # users' objects cannot be compared
-            return False
-
-
-def _items(collection: Any) -> Mapping[Any, Any]:
-    """Returns the values of a collection by their keys or indices; a set has none of interest."""
-    if isinstance(collection, Mapping):
-        return collection
-    return {} if isinstance(collection, (set, frozenset)) else dict(enumerate(collection))
-
-
-def _copy(collection: Any) -> Any:
-    return dict(collection) if isinstance(collection, Mapping) else copy(collection)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 _facts: WeakKeyDictionary[nn.Module, ModelFacts] = WeakKeyDictionary()

@@ -2,7 +2,7 @@
 
 `python cuda_twin_architectures.py LIBRARY NAME …`: the compiled cuda_twin.cpp, and names of architectures.py.
 
-Tests: tests/optimizer/test_cuda_twin_architectures.py
+Tests: tests/optimizer/test_cuda_twin.py
 """
 
 import json

@@ -1,6 +1,7 @@
 """Marks of tests that need a GPU, or what older versions of a library cannot do, or do wrong by themselves."""
 
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -24,3 +25,4 @@ def has_peft() -> bool:
 
 
 needs_peft = pytest.mark.skipif(not has_peft(), reason="no peft that this transformers can use")
+needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="triton is not installed")

@@ -1,17 +1,14 @@
 """Checksums see changed bits and changed places, by torch and by the kernel in Triton, in its interpreter."""
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from python_process import run_functions
 from torch import Tensor
+from versions import needs_triton
 
 from fastgen.ops import checksums
-
-needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="triton is not installed")
 
 
 def of(tensor: Tensor) -> int:

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,10 @@ import setuptools
 import torch
 from host_compiler import CSRC, needs_compiler
 from python_process import REPOSITORY, run_functions
+from versions import needs_triton
 
 NVCC = shutil.which("nvcc")
 GPU_ARCHITECTURES = ("80", "90", "100")
-needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="triton is not installed")
 
 # Prints the states of an installed fastgen's kernels, and the scores after a token was banned.
 PROGRAM = """

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from architectures import BY_NAME
 from cuda_twin import compiled
 from host_compiler import needs_compiler
 from made_once import made_once
@@ -47,6 +48,11 @@ RUNS = {
     "kernel": (IN_ONE_KERNEL, 5, "1"),
     "architectures": (ARCHITECTURES, 90, "0"),
 }
+FEW = ["gpt2", "llama", "bart", "t5", "whisper"]
+# Captures begin and fail: the forward reads the device (xglm), copies an index to it (falcon), or takes no mask that is
+# longer than its keys.
+REFUSED = {"bloom", "falcon", "falcon-alibi", "xglm"}
+
 needs_fairseq = pytest.mark.skipif(not HAS_FAIRSEQ, reason="fairseq is not installed")
 
 pytestmark = [
@@ -92,6 +98,20 @@ def test_the_tests_of_a_gpu_pass_on_its_twin(library, run):
     done = run_python("-m", "pytest", "-q", *plugins, *files, "-k", tests, **options)
     passed = re.search(r"(\d+) passed", done.stdout)
     assert not done.returncode and passed and int(passed[1]) >= count and "skipped" not in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("names", [FEW, pytest.param([*BY_NAME], marks=pytest.mark.slow)], ids=["few", "all"])
+def test_steps_of_architectures_are_captured(library, names):
+    script = str(HELPERS / "cuda_twin_architectures.py")
+    done = run_python(script, str(library), *names, path=HELPERS, OMP_NUM_THREADS="1")
+    assert not done.returncode, done.stderr
+    steps = json.loads(done.stdout.splitlines()[-1])
+    replayed = [name for name, (replays, _) in steps.items() if replays]
+    others = {name: reasons for name, (replays, reasons) in steps.items() if not replays}
+    refused = {name: reasons for name, reasons in others.items() if "CAPTURE_REFUSED" in reasons}
+    assert refused.keys() <= REFUSED, refused
+    assert all(others.values()), others
+    assert set(replayed).issuperset(FEW) and len(replayed) >= len(names) * 0.6, others
 
 
 @pytest.mark.xdist_group("cuda_twin")

@@ -73,7 +73,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         self.rows, self.rows_per_input, self.max_length = rows, rows_per_input, max_length
         self.captures, self.rollback = captures, Rollback()
         self.steps = self.since = self.ahead = self.most = 0
-        self._attempts = 0  # to capture, of at most two
+        self._tried_late = False  # True: no capture is tried again before the next compaction
         self.graph: CapturedGraph | None = None
         self._holds_graphs = False  # True: this call alone may use them
         self._key: tuple[Any, ...] = ()
@@ -173,16 +173,15 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             return self._static_step(self.graph, tokens)
         outputs = self.forward(self.model, self.inputs(tokens, None), None)
         self.since += 1
-        if self.captures and self._is_due():
+        if self.captures and not self._tried_late and (self.since == 1 or self._is_late):
+            self._tried_late = self._is_late
             self._start_captures(tokens, self.logits_of(outputs))
         return outputs
 
-    def _is_due(self) -> bool:
-        """Whether to try a capture after this step: after the first one, and when a new graph is worthwhile."""
-        forwards, before = self.since + self.ahead, self.call.costs.captures(self.graphs.device).before
-        is_due = self._attempts == 0 or (self._attempts == 1 and forwards >= before)
-        self._attempts += is_due + (is_due and forwards >= before)
-        return is_due
+    @property
+    def _is_late(self) -> bool:
+        """Whether so many forwards have run that a new graph may be worthwhile, because many calls end earlier."""
+        return self.since + self.ahead >= self.call.costs.captures(self.graphs.device).before
 
     def has_changed(self) -> bool:
         """Whether user code has changed the model during the loop; steps are eager from then on."""
@@ -217,7 +216,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
 
         Each remaining input has the same number of rows, which are adjacent.
         """
-        self.rows, self.since, self.ahead, self._attempts = rows.shape[0], 0, 0, 0
+        self.rows, self.since, self.ahead, self._tried_late = rows.shape[0], 0, 0, False
         self.rows_per_input = rows.shape[0] // batch_index.shape[0]
         if self.graph is not None:
             try:
@@ -246,9 +245,8 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             self.captures = False
             self.call.report.add_reasons(STEPS, reasons)
             return
-        is_last = self._attempts > 1
         wants_new = self._wants_new_graph(left + (graphs.steps_without[self.rows] if costs.looks_back else 0))
-        if is_last and not wants_new:
+        if self._is_late and not wants_new:
             graphs.steps_without[self.rows] += left
         if wants_new or (costs.looks_back and graphs.entries):
             try:
@@ -261,7 +259,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
                 reasons = graphs.refused
             if self.graph is None:
                 self.end()
-        elif is_last:
+        elif self._is_late:
             reasons = [Reason("NOT_WORTH_CAPTURING", f"at most {left} steps are left to replay")]
         self.call.report.add_reasons(STEPS, reasons)
 
@@ -329,8 +327,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
     def _wants_new_graph(self, left: int) -> bool:
         """Whether a new graph is worthwhile for at most `left` further steps."""
         costs, device, size = self.call.costs, self.graphs.device, size_of(self.decoder, self.known_code)
-        is_late = self.since + self.ahead >= costs.captures(device).before
-        return is_late and costs.should_capture(size, self.rows, left, False, device)
+        return self._is_late and costs.should_capture(size, self.rows, left, False, device)
 
     def _attempt(self, graph: CapturedGraph, inputs: dict[str, Any]) -> Any:
         """Returns the outputs of a capture, a replay or, if that failed, the forward; None: the caller must run it."""

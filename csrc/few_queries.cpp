@@ -5,6 +5,7 @@
 // gives does not depend on how many rows and threads there are. Built once for each instruction set, see vectors.h.
 
 #include "attention.h"
+#include <numeric>
 
 namespace {
 
@@ -180,18 +181,20 @@ inline void store_output(const float *sums, float total, T *output, int64_t widt
 }
 
 // The rows that have a copy of the segment with the fewest (`least`) copies in common, and the query heads of one head
-// of its keys.
+// of its keys; or, of a row that has none in common, the queries of a part.
 template <typename T>
-void attend(const Attention<T> &of, int64_t least, int64_t unit, std::vector<float> &memory) {
+void attend(const Attention<T> &of, int64_t least, int64_t unit, int64_t part, int64_t parts,
+            std::vector<float> &memory) {
     const int64_t copy = unit / of.kv_heads, head = unit % of.kv_heads;
-    const int64_t rows = of.rows / least, of_row = of.groups() * of.length;
-    const int64_t count = rows * of_row, keys = of.keys(), padded = (keys + WIDTH - 1) / WIDTH * WIDTH;
+    const int64_t rows = of.rows / least, of_row = of.groups() * of.length, first = rows * of_row * part / parts;
+    const int64_t count = rows * of_row * (part + 1) / parts - first;
+    const int64_t keys = of.keys(), padded = (keys + WIDTH - 1) / WIDTH * WIDTH;
     memory.resize(count * (of.width + padded + of.value_width + 1));
     auto *queries = (typename Dot<T>::Query *)memory.data();
     float *scores = memory.data() + count * of.width, *found = scores + count * padded;
     float *totals = found + count * of.value_width;
     const auto place = [&](int64_t q, const int64_t *strides) {
-        return of.place(copy * rows + q / of_row, head, q % of_row, strides);
+        return of.place(copy * rows + (first + q) / of_row, head, (first + q) % of_row, strides);
     };
     // Keys that are hidden from all, as behind the present position in a cache of fixed size, are not read. Blocks stay
     // whole, in which sums have another order.
@@ -214,10 +217,10 @@ void attend(const Attention<T> &of, int64_t least, int64_t unit, std::vector<flo
     };
     for (int64_t q = 0; q < count; q++)
         copy_query(of.query + place(q, of.query_strides), queries + q * of.width, of.width);
-    for_copies([&](const Segment<T> &segment, int64_t number, int64_t first, int64_t each, float *part) {
+    for_copies([&](const Segment<T> &segment, int64_t number, int64_t start, int64_t each, float *of_copy) {
         const T *keys = segment.keys.at(number, head);
-        multiply_keys(queries + first * of.width, each, keys, segment.keys.of_position, segment.length, of.width, part,
-                      padded, Ahead<T>(segment.keys, keys, segment.length));
+        multiply_keys(queries + start * of.width, each, keys, segment.keys.of_position, segment.length, of.width,
+                      of_copy, padded, Ahead<T>(segment.keys, keys, segment.length));
     });
     for (int64_t q = 0; q < count; q++) {
         for (int64_t n = 0; n < seen; n++) scores[q * padded + n] *= of.scale;
@@ -225,10 +228,10 @@ void attend(const Attention<T> &of, int64_t least, int64_t unit, std::vector<flo
         totals[q] = to_weights(scores + q * padded, seen, (seen + WIDTH - 1) / WIDTH * WIDTH);
     }
     std::fill(found, found + count * of.value_width, 0.0f);
-    for_copies([&](const Segment<T> &segment, int64_t number, int64_t first, int64_t each, float *part) {
+    for_copies([&](const Segment<T> &segment, int64_t number, int64_t start, int64_t each, float *of_copy) {
         const T *values = segment.values.at(number, head);
-        multiply_values(part, padded, each, values, segment.values.of_position, segment.length, of.value_width,
-                        found + first * of.value_width, Ahead<T>(segment.values, values, segment.length));
+        multiply_values(of_copy, padded, each, values, segment.values.of_position, segment.length, of.value_width,
+                        found + start * of.value_width, Ahead<T>(segment.values, values, segment.length));
     });
     for (int64_t q = 0; q < count; q++)
         store_output(found + q * of.value_width, totals[q], of.output + place(q, of.output_strides), of.value_width);
@@ -238,9 +241,13 @@ template <typename T>
 void attend_all(const Attention<T> &of, int32_t threads) {
     int64_t least = of.rows;
     for (const Segment<T> &segment : of.segments) least = std::min(least, segment.copies);
-    in_threads(threads, least * of.kv_heads, [&](int64_t unit, int64_t to) {
+    const int64_t units = least * of.kv_heads;
+    // Rows that have nothing in common are divided where threads would wait for those with one unit more.
+    const int64_t most = of.rows == least ? std::max<int64_t>(1, of.groups() * of.length / QUERIES) : 1;
+    const int64_t parts = std::min<int64_t>(most, threads / std::gcd<int64_t>(units, threads));
+    in_threads(threads, units * parts, [&](int64_t unit, int64_t to) {
         static thread_local std::vector<float> memory;
-        for (; unit < to; unit++) attend(of, least, unit, memory);
+        for (; unit < to; unit++) attend(of, least, unit / parts, unit % parts, parts, memory);
     });
 }
 

@@ -333,8 +333,8 @@ TRITON = _kernel("Triton", triton_reasons, _attend_in_triton, "cuda", _can_atten
 KERNELS = (
     TRITON,
     _kernel("merged flash", gpu_reasons, attention_merged, "cuda", _can_merge),
-    _kernel("C++ few queries", simd.machine_reasons, few_queries.attention, "cpu", few_queries.can_attend),
     _kernel("C++ many queries", simd.machine_reasons, flash_attention.attention, "cpu", flash_attention.can_attend),
+    _kernel("C++ few queries", simd.machine_reasons, few_queries.attention, "cpu", few_queries.can_attend),
     _kernel("torch's flash", list, _attend_with_gradients, "cpu", prompt_attention.can_attend),
     _kernel("torch", list, attention_by_products),
 )

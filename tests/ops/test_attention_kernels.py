@@ -21,7 +21,7 @@ from fastgen.ops.shared_attention import attention_by_products, shared_attention
 from fastgen.testing import watched
 
 KERNELS = pytest.mark.parametrize("kernel", [few_queries, flash_attention], ids=["few queries", "many queries"])
-QUERIES = {few_queries: st.sampled_from((1, 2)), flash_attention: st.sampled_from((32, 33, 47, 96, 130))}
+QUERIES = {few_queries: st.sampled_from((1, 2, 9, 16)), flash_attention: st.sampled_from((32, 33, 47, 96, 130))}
 LENGTHS = {
     few_queries: st.sampled_from((1, 2, 7, 8, 15, 16, 17, 31, 33, 64, 100, 257)),
     flash_attention: st.sampled_from((32, 33, 63, 128, 129, 300)),
@@ -39,7 +39,8 @@ def test_queries_see_what_they_see_in_torch(
     kernel, data, copies, groups, kv_heads, width, value_width, mask, dtype, threads, seed
 ):
     first, second, length = map(data.draw, (LENGTHS[kernel], LENGTHS[kernel], QUERIES[kernel]))
-    if kernel is few_queries and copies[0] * groups * length > few_queries.MOST_QUERIES:
+    most = few_queries.MOST_QUERIES if len(copies) == 1 else few_queries.MOST_IN_SEGMENTS
+    if kernel is few_queries and copies[0] * groups * length > most:
         groups = length = 1
     if mask is None:
         first += few_queries.MIN_KEYS_WITHOUT_MASK
@@ -139,8 +140,8 @@ def test_keys_that_no_query_of_a_tile_sees_are_not_computed():
 @pytest.mark.parametrize(
     ("queries", "length", "part"),
     [
-        (few_queries.MOST_QUERIES, 1, "attention, few queries"),
-        (few_queries.MOST_QUERIES + 1, 1, None),
+        (few_queries.MOST_IN_SEGMENTS, 1, "attention, few queries"),
+        (few_queries.MOST_IN_SEGMENTS + 1, 1, None),
         (4, 40, "attention, many queries"),
     ],
 )

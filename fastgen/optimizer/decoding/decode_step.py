@@ -55,10 +55,10 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
 
     checks: the host's `CallChecks`. decoder: the part of the model that a step calls. max_length: the most tokens that
     a row can have. captures: whether steps may be captured; only then the model's `graphs` are set. steps: the number
-    of steps so far. since, ahead: the numbers of one-token steps, and of forwards of more tokens, since the prefill or
-    the last compaction. graph: the graph in use, whose static cache holds the loop's keys and values; None while steps
-    are eager. most: the most positions that a row can generate. variant: what else the key of a graph contains.
-    rollback: restores what the loop has changed, so that the host can start again.
+    of steps so far. since: the number of forwards since the prefill or the last compaction. graph: the graph in use,
+    whose static cache holds the loop's keys and values; None while steps are eager. most: the most positions that a row
+    can generate. variant: what else the key of a graph contains. rollback: restores what the loop has changed, so that
+    the host can start again.
 
     The path of a step (the loop's cache or a static one, the forward or a replay) determines its last bits. If the cost
     model's `looks_back` is off, it never depends on earlier calls.
@@ -72,8 +72,8 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         self.model, self.decoder, self.known_code = checks.model, checks.decoder, checks.known_code
         self.rows, self.rows_per_input, self.max_length = rows, rows_per_input, max_length
         self.captures, self.rollback = captures, Rollback()
-        self.steps = self.since = self.ahead = self.most = 0
-        self._tried_late = False  # True: no capture is tried again before the next compaction
+        self.steps = self.since = self.most = 0
+        self._attempts = 0  # to begin with captures since then: one after the first forward, one when it is late
         self.graph: CapturedGraph | None = None
         self._holds_graphs = False  # True: this call alone may use them
         self._key: tuple[Any, ...] = ()
@@ -173,15 +173,13 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             return self._static_step(self.graph, tokens)
         outputs = self.forward(self.model, self.inputs(tokens, None), None)
         self.since += 1
-        if self.captures and not self._tried_late and (self.since == 1 or self._is_late):
-            self._tried_late = self._is_late
-            self._start_captures(tokens, self.logits_of(outputs))
+        self._start_captures(tokens, self.logits_of(outputs))
         return outputs
 
     @property
     def _is_late(self) -> bool:
         """Whether so many forwards have run that a new graph may be worthwhile, because many calls end earlier."""
-        return self.since + self.ahead >= self.call.costs.captures(self.graphs.device).before
+        return self.since >= self.call.costs.captures(self.graphs.device).before
 
     def has_changed(self) -> bool:
         """Whether user code has changed the model during the loop; steps are eager from then on."""
@@ -190,14 +188,18 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             self.leave_captures()
         return self._is_changed
 
-    def run_ahead(self, tokens: Tensor, size: int) -> Any:
+    def run_ahead(self, tokens: Tensor, size: int, is_trial: bool = False) -> Any:
         """Returns the outputs of a forward for the last `size` tokens of `[rows, length]`, all but one of them drafts.
 
-        A static cache counts none of these positions; the loop's own cache holds all.
+        A static cache counts none of these positions; the loop's own cache holds all. is_trial: whether the outputs may
+        be wrong.
         """
-        self.ahead += 1
+        self.since += 1
         if (graph := self.graph) is None:
-            return self.forward(self.model, self.inputs(tokens, None, size), None)
+            outputs = self.forward(self.model, self.inputs(tokens, None, size), None)
+            if not is_trial:
+                self._start_captures(tokens, self.logits_of(outputs), size)
+            return outputs
         inputs, outputs = self.inputs(tokens, graph.view, size), None
         if self.replays_ahead(size):
             outputs = self._attempt(graph.of_size(size), inputs)
@@ -216,7 +218,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
 
         Each remaining input has the same number of rows, which are adjacent.
         """
-        self.rows, self.since, self.ahead, self._tried_late = rows.shape[0], 0, 0, False
+        self.rows, self.since, self._attempts = rows.shape[0], 0, 0
         self.rows_per_input = rows.shape[0] // batch_index.shape[0]
         if self.graph is not None:
             try:
@@ -238,8 +240,14 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             self.graphs.in_use.release()
             self._holds_graphs, self.graph = False, None
 
-    def _start_captures(self, tokens: Tensor, expected: Tensor) -> None:
-        """Begins to capture steps with the next one, if that is worthwhile. expected: the logits of the last step."""
+    def _start_captures(self, tokens: Tensor, expected: Tensor, size: int = 1) -> None:
+        """Begins to capture steps with the next one, if that is worthwhile.
+
+        expected: the logits of the last forward, of so many tokens per row.
+        """
+        if not self.captures or self._attempts == (attempts := 1 + self._is_late):
+            return
+        self._attempts = attempts
         costs, graphs, left = self.call.costs, self.graphs, self.max_length - tokens.shape[1]
         if reasons := self.checks.rows if self.call.has_changed(self.model) else ():
             self.captures = False
@@ -250,7 +258,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             graphs.steps_without[self.rows] += left
         if wants_new or (costs.looks_back and graphs.entries):
             try:
-                self._first_capture(left, tokens, expected, wants_new)
+                self._first_capture(left, tokens, expected, wants_new, size)
             except LeaveAlone as left_alone:
                 self.graph, reasons = None, left_alone.reasons
             except Exception as error:  # the loop's own cache is unchanged
@@ -263,8 +271,8 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             reasons = [Reason("NOT_WORTH_CAPTURING", f"at most {left} steps are left to replay")]
         self.call.report.add_reasons(STEPS, reasons)
 
-    def _first_capture(self, left: int, tokens: Tensor, expected: Tensor, wants_new: bool) -> None:
-        """Takes or creates a graph and repeats the step that gave `expected` with it. Raises LeaveAlone.
+    def _first_capture(self, left: int, tokens: Tensor, expected: Tensor, wants_new: bool, size: int) -> None:
+        """Takes or creates a graph and repeats the forward that gave `expected` with it. Raises LeaveAlone.
 
         LeaveAlone has no reasons if such a step has no graph yet, and a new one is not wanted.
         """
@@ -275,7 +283,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         if not self._holds_graphs:
             raise LeaveAlone([Reason("GRAPHS_IN_USE", "another call uses the model's captured steps")])
         self.most = content.generated_length + left - 1  # the last token needs no keys
-        content = content.without_last()
+        content = content.without_last(size)
         key = graphs.key_of(content, self.most, self._has_exact_lengths, self.variant)
         if wants_new or key in graphs.entries:  # otherwise the model need not be checked
             graphs.set_state(self.call.facts_of(self.model, self.known_code))
@@ -283,18 +291,20 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             return
         graph = self._fill(content)
         try:
-            inputs = self.inputs(tokens, graph.view)
+            inputs = self.inputs(tokens, graph.view, size)
         except CannotPad:
             self._has_exact_lengths = True
             graphs.has_exact_lengths |= self.call.costs.looks_back
             graph = self._fill(content)
-            inputs = self.inputs(tokens, graph.view)
-        outputs = self._attempt(graph, inputs)
+            inputs = self.inputs(tokens, graph.view, size)
+        is_single = size == 1
+        replays = is_single or self.replays_ahead(size)
+        outputs = self._attempt(graph.of_size(size), inputs) if replays else graph.function(inputs)
         if outputs is not None and differs_sync(self.logits_of(outputs), expected):
             self._refuse("logits with static buffers differ from eager")
         if outputs is None or graphs.refused:
             raise LeaveAlone(graphs.refused)
-        graph.cache.advance()
+        graph.cache.advance(int(is_single))
         self.use(graph.cache)
 
     def leave_captures(self, reason: Reason = MODEL_CHANGED) -> None:

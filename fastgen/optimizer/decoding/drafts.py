@@ -113,14 +113,13 @@ class Drafts:
     were not needed.
 
     How often a match is right is learned during the call, for each length of a match, from all matches, whether or not
-    they were checked.
+    they were checked. Single tokens recur by chance; all longer matches are the estimate of a length that few had.
     """
 
     def __init__(self, texts: list[Text], cost: Callable[[int, int], float]) -> None:
         self.texts, self.cost = texts, cost
         self.drafted = self.accepted = self.saved = 0
-        self._right, self._seen = [1.0] * (LONGEST_MATCH + 1), [2.0] * (LONGEST_MATCH + 1)
-        self._right[1] = 0.5  # single tokens recur by chance
+        self._right, self._seen = [0] * (LONGEST_MATCH + 1), [0] * (LONGEST_MATCH + 1)
 
     def append(self, tokens: Sequence[int]) -> None:
         """Adds a token to each row."""
@@ -153,7 +152,8 @@ class Drafts:
     def _share(self, length: int) -> float:
         """Returns the share of matches of this length that were right."""
         length = min(length, LONGEST_MATCH)
-        return self._right[length] / self._seen[length]
+        expected = 0.25 if length == 1 else (sum(self._right[2:]) + 1) / (sum(self._seen[2:]) + 2)
+        return (self._right[length] + 2 * expected) / (self._seen[length] + 2)
 
     def take(self, rows: Sequence[int]) -> None:
         """Row i becomes what row `rows[i]` was, if texts are there already."""

@@ -92,9 +92,9 @@ class KVContent:
         if len(growing) != 1 or len(others) > 1:
             raise LeaveAlone([Reason("LAYERS_DIFFER", "the layers of the cache differ in shape, dtype or device")])
 
-    def without_last(self) -> KVContent:
-        """Returns the content without the last position."""
-        return replace(self, generated=[cut(pair, 0, self.generated_length - 1) for pair in self.generated])
+    def without_last(self, count: int = 1) -> KVContent:
+        """Returns the content without the last positions."""
+        return replace(self, generated=[cut(pair, 0, self.generated_length - count) for pair in self.generated])
 
     def of_rows(self, batch_index: Tensor, rows: Tensor) -> KVContent:
         """Returns the content of the inputs at `batch_index`; its row i is row `rows[i]` (int64 both)."""

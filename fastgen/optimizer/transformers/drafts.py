@@ -12,6 +12,7 @@ Tests: tests/optimizer/transformers/test_drafts.py
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -37,13 +38,15 @@ class DraftFacts:
     """What is known of a model's forwards of several tokens, in one dtype.
 
     is_proven: whether one gave the logits of single steps. refused: why drafts are not checked any more. seconds: by
-    rows and tokens, the number of forwards and the shortest time.
+    rows, tokens, and whether they were replays, the number of forwards and the shortest time.
     """
 
     dtype: torch.dtype
     is_proven: bool = False
     refused: list[Reason] = field(default_factory=list)
-    seconds: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0, float("inf")]))
+    seconds: defaultdict[tuple[int, int, bool], list[float]] = field(
+        default_factory=lambda: defaultdict(lambda: [0, math.inf])
+    )
 
 
 # MIN_MEASUREMENTS: fewer measured times are ignored. FAR_OFF: a measured time replaces an estimate that it exceeds by
@@ -171,8 +174,8 @@ class DraftedSteps:
         The cost is estimated, so that equal runs decide equally. Measured times replace an estimate that is far too
         low, as with mixtures of experts, where more tokens read more experts.
         """
-        costs, seconds = self.step.call.costs, self.facts.seconds
-        (count, shortest), (singles, single) = seconds[rows, size], seconds[rows, 1]
+        costs, seconds, is_replay = self.step.call.costs, self.facts.seconds, self.step.graph is not None
+        (count, shortest), (singles, single) = seconds[rows, size, is_replay], seconds[rows, 1, is_replay]
         estimated = costs.steps_of_forward(rows * size)
         is_measured = min(count, singles) >= MIN_MEASUREMENTS and costs.looks_back
         is_far_off = is_measured and shortest > FAR_OFF * estimated * single
@@ -203,12 +206,12 @@ class DraftedSteps:
             self._leave_alone(reasons)
         return [] if reasons else tokens
 
-    def _forward(self, input_ids: Tensor, tokens: list[list[int]]) -> Checked:
+    def _forward(self, input_ids: Tensor, tokens: list[list[int]], is_trial: bool = False) -> Checked:
         size = len(tokens[0]) + 1
         length = self.step.arguments[CACHE].get_seq_length()
         drafted = torch.tensor(tokens, dtype=input_ids.dtype, device=input_ids.device)
         versions = self._versions() if self.step.runs_user_code else 0
-        outputs = self._timed(size, self.step.run_ahead, torch.cat([input_ids, drafted], dim=1), size)
+        outputs = self._timed(size, self.step.run_ahead, torch.cat([input_ids, drafted], dim=1), size, is_trial)
         return Checked(tokens, outputs, outputs.logits, int(length), versions)
 
     def _check(self, input_ids: Tensor, tokens: list[list[int]]) -> Tensor:
@@ -246,7 +249,7 @@ class DraftedSteps:
         step, cache = self.step, self.step.arguments[CACHE]
         length = int(cache.get_seq_length())
         try:
-            self.trial = self._forward(input_ids, tokens)
+            self.trial = self._forward(input_ids, tokens, is_trial=True)
             if self.trial.logits.shape[1] != len(tokens[0]) + 1:
                 self._refuse(f"{type(step.model).__name__}: a forward of several tokens gave logits of one")
             else:
@@ -269,8 +272,11 @@ class DraftedSteps:
         self.step.call.report.add_reasons(DRAFTS, reasons)
 
     def _timed(self, size: int, run: Callable[..., Any], *arguments: Any) -> Any:
-        started = time.perf_counter()
+        step, started = self.step, time.perf_counter()
+        is_replay = step.graph is not None and (size == 1 or step.replays_ahead(size))
+        is_like_single = is_replay or step.graph is None
         result = run(*arguments)
-        entry = self.facts.seconds[self.step.rows, size]
-        entry[0], entry[1] = entry[0] + 1, min(entry[1], time.perf_counter() - started)
+        if is_like_single:
+            entry = self.facts.seconds[step.rows, size, is_replay]
+            entry[0], entry[1] = entry[0] + 1, min(entry[1], time.perf_counter() - started)
         return result

@@ -83,6 +83,16 @@ def test_matches_that_are_wrong_are_not_checked_for_long():
     assert looked_at.propose(8) == [[139, 1, 2, 139, 1, 2, 139]]
 
 
+def test_lengths_that_few_matches_had_are_estimated_from_all():
+    learning = Drafts([Text([*range(30), 50])], lambda rows, size: 1 + size / 8)
+    proposed = []
+    for run in (range(2), range(2, 10), [51, *range(12, 20)], [52, 25, 26]):
+        for token in run:
+            learning.append([token])
+        proposed += learning.propose(8)
+    assert len(proposed[0]) < len(proposed[-1]) == 7, "both at matches of two tokens"
+
+
 def test_rows_are_taken():
     all_rows = Drafts([Text([row, row, 5, row, row]) for row in range(4)], lambda rows, size: 1.0)
     all_rows.take([3, 1])

@@ -16,8 +16,10 @@ from transformers import LogitsProcessor
 
 import fastgen
 from fastgen.optimizer.decoding import cost_model
+from fastgen.optimizer.decoding.cost_model import CPU_CAPTURES
 from fastgen.optimizer.decoding.report import DRAFTS, Report
 from fastgen.optimizer.transformers import drafts
+from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep
 from fastgen.testing import broken, configured, costs, replaced, watched
 
 NAMES = (
@@ -230,11 +232,40 @@ def test_forwards_far_slower_than_estimated_are_measured(cuda_graphs, monkeypatc
     monkeypatch.setattr(drafts.DraftedSteps, "_cost", COST)
     with capturing(cuda_graphs, drafts="auto"):
         assert forced(model, inputs).drafted
-        for (_, size), entry in drafts._facts[model].seconds.items():
-            entry[:] = drafts.MIN_MEASUREMENTS, 20.0 if size > 1 else 1.0
+        facts = drafts._facts[model]
         monkeypatch.setattr(drafts.DraftedSteps, "_timed", lambda self, size, run, *arguments: run(*arguments))
-        report = forced(model, inputs)
-    assert not report.drafted
+        facts.seconds = times(eager=20.0, replayed=20.0)
+        assert not forced(model, inputs).drafted
+        facts.seconds = times(eager=1.0 if cuda_graphs == "off" else 20.0, replayed=1.0)
+        assert forced(model, inputs).drafted, "slow forwards without a replay say nothing of replays"
+
+
+def times(eager: float, replayed: float) -> dict[tuple[int, int, bool], tuple[float, float]]:
+    """Returns measured times of forwards of several tokens, in steps of one token."""
+    kinds = (False, eager), (True, replayed)
+    return {
+        (1, size, is_replay): (drafts.MIN_MEASUREMENTS, seconds if size > 1 else 1.0)
+        for size in range(1, 13)
+        for is_replay, seconds in kinds
+    }
+
+
+def test_earlier_captures_are_used_after_the_first_forward(monkeypatch):
+    model, inputs, forwards = tiny("llama"), inputs_of("llama", 30), []
+
+    def counted(model: Any, inputs: dict[str, Any], view: Any) -> Any:
+        forwards.append(inputs["input_ids"].shape[1])
+        return forward(model, inputs, view)
+
+    forward = TransformersDecodeStep.forward
+    monkeypatch.setattr(TransformersDecodeStep, "forward", staticmethod(counted))
+    with capturing("on", drafts="auto"), costs(min_computed=0.0, cpu_captures=CPU_CAPTURES._replace(before=1)):
+        for _ in range(2):
+            forced(model, inputs)
+        forwards.clear()
+        with watched("forward of a draft") as drafted:
+            forced(model, inputs)
+    assert len(drafted) > 2 and len(forwards) == 1 and forwards[0] > 1, "all others are replays"
 
 
 def test_the_switch_is_reported():

@@ -342,7 +342,8 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
     def _attempt(self, graph: CapturedGraph, inputs: dict[str, Any]) -> Any:
         """Returns the outputs of a capture, a replay or, if that failed, the forward; None: the caller must run it."""
         graphs, state = self.graphs, graph.state
-        is_earlier, self._is_unused = self._is_unused and state is not GraphState.NEW, False
+        is_earlier = self._is_unused and state is not GraphState.NEW
+        self._is_unused &= graph is not self.graph
         if graphs.refused or state is GraphState.DROPPED:
             return None
         try:

@@ -31,6 +31,9 @@ CHEAP_TOKENS = 16
 # Longer matches are not told apart.
 LONGEST_MATCH = 16
 
+# The share of single tokens that are followed by the same one again, until a call has shown more: so few are not checked.
+BY_CHANCE = 0.05
+
 # Occurrences of a suffix that are compared, the last ones first.
 MOST_OCCURRENCES = 32
 
@@ -113,7 +116,7 @@ class Drafts:
     were not needed.
 
     How often a match is right is learned during the call, for each length of a match, from all matches, whether or not
-    they were checked. Single tokens recur by chance; all longer matches are the estimate of a length that few had.
+    they were checked. All matches of several tokens are the estimate of a length that few had.
     """
 
     def __init__(self, texts: list[Text], cost: Callable[[int, int], float]) -> None:
@@ -152,7 +155,7 @@ class Drafts:
     def _share(self, length: int) -> float:
         """Returns the share of matches of this length that were right."""
         length = min(length, LONGEST_MATCH)
-        expected = 0.25 if length == 1 else (sum(self._right[2:]) + 1) / (sum(self._seen[2:]) + 2)
+        expected = BY_CHANCE if length == 1 else (sum(self._right[2:]) + 1) / (sum(self._seen[2:]) + 2)
         return (self._right[length] + 2 * expected) / (self._seen[length] + 2)
 
     def take(self, rows: Sequence[int]) -> None:

@@ -93,6 +93,14 @@ def test_lengths_that_few_matches_had_are_estimated_from_all():
     assert len(proposed[0]) < len(proposed[-1]) == 7, "both at matches of two tokens"
 
 
+def test_single_tokens_are_followed_only_where_they_were_right():
+    learning = Drafts([Text([*range(20), 0])], lambda rows, size: 1.1)
+    assert learning.propose(8) == []
+    for token in (1, 30, 5, 6, 31, 10):
+        learning.append([token])
+    assert learning.propose(8) == [[11, 12, 13, 14, 15, 16, 17]]
+
+
 def test_rows_are_taken():
     all_rows = Drafts([Text([row, row, 5, row, row]) for row in range(4)], lambda rows, size: 1.0)
     all_rows.take([3, 1])

@@ -31,7 +31,7 @@ CHEAP_TOKENS = 16
 # Longer matches are not told apart.
 LONGEST_MATCH = 16
 
-# The share of single tokens that are followed by the same one again, until a call has shown more: so few are not checked.
+# The share of matches of one token that are right, until a call has shown more: by this none is checked.
 BY_CHANCE = 0.05
 
 # Occurrences of a suffix that are compared, the last ones first.

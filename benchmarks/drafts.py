@@ -19,7 +19,6 @@ from transformers import LogitsProcessor
 
 import fastgen
 from fastgen.models.demo import demo_path, sample_path
-from fastgen.testing import configured
 
 SHORTEST, LONGEST = 4, 40  # runs that are copied
 ALONE = "fastgen without drafts"
@@ -97,7 +96,7 @@ def measure(kind: str, name: str, case: Case, options: Options) -> dict[str, Any
 
     ways: Ways = {
         "fastgen": counted,
-        ALONE: partial(without_drafts, call),
+        ALONE: calls.without_drafts(call),
         "stock": fastgen.disabled()(call),
     }
     if with_lookup:
@@ -106,11 +105,6 @@ def measure(kind: str, name: str, case: Case, options: Options) -> dict[str, Any
     equal = all(torch.equal(output, returned["stock"]) for output in returned.values())
     what = {"case": name, "workload": case.workload, "dtype": options.dtype}
     return {**what, **result, "equal": result["equal"] and equal, **counts}
-
-
-def without_drafts(call: Callable[[], Any]) -> Any:
-    with configured(drafts="off"):
-        return call()
 
 
 def call_of(case: Case, options: Options) -> tuple[Callable[..., torch.Tensor], bool]:

@@ -184,7 +184,7 @@ CASES: dict[str, dict[str, Call]] = {
 
 
 def without_drafts(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a call without drafts, which gain from random weights what few texts give: these repeat themselves."""
+    """Returns the call without drafts: random weights repeat themselves, so drafts would gain more than with texts."""
 
     def run(**more: Any) -> Any:
         with configured(drafts="off"):

@@ -1,8 +1,9 @@
 // Attention of a few queries to many keys, which is what a decode step does, in fp32, bf16 and fp16. Sums are in fp32.
 //
-// Keys and values are read once, as they lie in memory, which takes longer than what is computed with them. They come
-// in segments, each stored once for the rows that have it in common; all segments meet in one softmax. What a query
-// gives does not depend on how many rows and threads there are. Built once for each instruction set, see vectors.h.
+// Keys and values are read as they lie in memory, once by each thread that has queries for them, which takes longer
+// than what is computed with few queries. They come in segments, each stored once for the rows that have it in common;
+// all segments meet in one softmax. What a query gives does not depend on how many rows and threads there are. Built
+// once for each instruction set, see vectors.h.
 
 #include "attention.h"
 #include <numeric>
@@ -11,7 +12,8 @@ namespace {
 
 constexpr int QUERIES = 6; // whose sums over COLUMNS registers of values registers can hold
 constexpr int COLUMNS = HAS_32_REGISTERS ? 4 : 2;
-constexpr int64_t AHEAD = 2 * WIDTH; // keys or values after the present one that are fetched meanwhile
+constexpr size_t MOST_KEPT = 1 << 20; // numbers that a thread keeps room for between two calls
+constexpr int64_t AHEAD = 2 * WIDTH;  // keys or values after the present one that are fetched meanwhile
 
 // A mask of less leaves nothing of a weight.
 template <typename T>
@@ -180,21 +182,23 @@ inline void store_output(const float *sums, float total, T *output, int64_t widt
     for (; d < width; d++) store(total == 0 ? 0.0f : sums[d] / total, output + d);
 }
 
-// The rows that have a copy of the segment with the fewest (`least`) copies in common, and the query heads of one head
-// of its keys; or, of a row that has none in common, the queries of a part.
+// Queries that are computed together: those of the rows that have a copy of the segment with the fewest (`least`)
+// copies in common and of one head of its keys, `total` of them, or the part from `first` on.
+struct Unit {
+    int64_t least, copy, head, total, first, count;
+};
+
 template <typename T>
-void attend(const Attention<T> &of, int64_t least, int64_t unit, int64_t part, int64_t parts,
-            std::vector<float> &memory) {
-    const int64_t copy = unit / of.kv_heads, head = unit % of.kv_heads;
-    const int64_t rows = of.rows / least, of_row = of.groups() * of.length, first = rows * of_row * part / parts;
-    const int64_t count = rows * of_row * (part + 1) / parts - first;
+void attend(const Attention<T> &of, const Unit &unit, std::vector<float> &memory) {
+    const int64_t count = unit.count, head = unit.head, of_row = of.groups() * of.length;
     const int64_t keys = of.keys(), padded = (keys + WIDTH - 1) / WIDTH * WIDTH;
     memory.resize(count * (of.width + padded + of.value_width + 1));
     auto *queries = (typename Dot<T>::Query *)memory.data();
     float *scores = memory.data() + count * of.width, *found = scores + count * padded;
     float *totals = found + count * of.value_width;
     const auto place = [&](int64_t q, const int64_t *strides) {
-        return of.place(copy * rows + (first + q) / of_row, head, (first + q) % of_row, strides);
+        const int64_t number = unit.copy * unit.total + unit.first + q;
+        return of.place(number / of_row, head, number % of_row, strides);
     };
     // Keys that are hidden from all, as behind the present position in a cache of fixed size, are not read. Blocks stay
     // whole, in which sums have another order.
@@ -209,9 +213,10 @@ void attend(const Attention<T> &of, int64_t least, int64_t unit, int64_t part, i
             const int64_t length = segment.length;
             segment.length = std::min(length, seen - start);
             if (segment.length <= 0) continue;
-            const int64_t copies = segment.copies / least, each = count / copies;
-            for (int64_t c = 0; c < copies; c++)
-                multiply(segment, copy * copies + c, c * each, each, scores + c * each * padded + start);
+            const int64_t copies = segment.copies / unit.least, of_copy = unit.total / copies;
+            const int64_t first = unit.copy * copies + unit.first / of_copy, each = std::min(of_copy, count);
+            for (int64_t q = 0; q < count; q += each)
+                multiply(segment, first + q / each, q, each, scores + q * padded + start);
             start += length;
         }
     };
@@ -237,17 +242,30 @@ void attend(const Attention<T> &of, int64_t least, int64_t unit, int64_t part, i
         store_output(found + q * of.value_width, totals[q], of.output + place(q, of.output_strides), of.value_width);
 }
 
+// Into how many parts the queries of a unit are divided, where threads would wait for others; `pieces` stay whole.
+inline int64_t parts_of(int64_t units, int64_t queries, int64_t pieces, int64_t threads) {
+    if (units >= 4 * threads) return 1;
+    const int64_t most = std::max<int64_t>(1, std::min(pieces, queries / QUERIES));
+    return std::min(most, threads / std::gcd(units, threads));
+}
+
 template <typename T>
 void attend_all(const Attention<T> &of, int32_t threads) {
     int64_t least = of.rows;
     for (const Segment<T> &segment : of.segments) least = std::min(least, segment.copies);
-    const int64_t units = least * of.kv_heads;
-    // Rows that have nothing in common are divided where threads would wait for those with one unit more.
-    const int64_t most = of.rows == least ? std::max<int64_t>(1, of.groups() * of.length / QUERIES) : 1;
-    const int64_t parts = std::min<int64_t>(most, threads / std::gcd<int64_t>(units, threads));
-    in_threads(threads, units * parts, [&](int64_t unit, int64_t to) {
+    const int64_t total = of.rows / least * of.groups() * of.length, units = least * of.kv_heads;
+    int64_t pieces = total; // a part has whole copies of all segments but those that a unit has one of
+    for (const Segment<T> &segment : of.segments)
+        if (segment.copies > least) pieces = std::min(pieces, segment.copies / least);
+    const int64_t parts = parts_of(units, total, pieces, threads), of_piece = total / pieces;
+    in_threads(threads, units * parts, [&](int64_t number, int64_t to) {
         static thread_local std::vector<float> memory;
-        for (; unit < to; unit++) attend(of, least, unit / parts, unit % parts, parts, memory);
+        for (; number < to; number++) {
+            const int64_t unit = number / parts, part = number % parts;
+            const int64_t first = pieces * part / parts * of_piece, behind = pieces * (part + 1) / parts * of_piece;
+            attend(of, {least, unit / of.kv_heads, unit % of.kv_heads, total, first, behind - first}, memory);
+        }
+        if (memory.size() > MOST_KEPT) std::vector<float>().swap(memory);
     });
 }
 

@@ -76,6 +76,20 @@ def test_bits_depend_neither_on_rows_nor_on_threads(kernel, length, part, dtype)
 
 
 @needs_library
+@pytest.mark.parametrize("dtype", simd.DTYPES)
+@pytest.mark.parametrize("kv_heads", [1, 3])
+@pytest.mark.parametrize("copies", [(1,), (4,), (4, 1), (6, 3, 1), (1, 1)])
+def test_few_queries_are_divided_among_many_threads(copies, kv_heads, dtype):
+    case = random_case(copies, (70, 40, 9), 4, kv_heads, 4, 64, 72, "added", dtype, inputs=1)
+    outputs = []
+    for threads in (1, 2, 3, 7):
+        with torch.no_grad(), torch_threads(threads):
+            outputs.append(few_queries.attention(*case, 0.2))
+    assert all(torch.equal(output, outputs[0]) for output in outputs[1:])
+    check_attention(few_queries, *case)
+
+
+@needs_library
 @pytest.mark.parametrize(("kernel", "length"), [(few_queries, 1), (flash_attention, 40)])
 def test_hidden_keys_and_nan_are_as_in_torch(kernel, length):
     query, keys, values, mask = random_case((1,), (70,), 1, 2, length, 64, 64, "added", torch.float32, inputs=5)

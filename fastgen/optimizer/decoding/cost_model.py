@@ -43,9 +43,9 @@ class ModelSize:
 
 
 class CaptureCosts(NamedTuple):
-    """What capturing a step takes, in eager steps, and how many steps come before.
+    """What capturing a step takes, in eager steps, and how many forwards come before.
 
-    new: for a new graph; existing: for the step that each call repeats. before: steps that run eagerly before a new
+    new: for a new graph; existing: for the step that each call repeats. before: forwards that run eagerly before a new
     graph, because many calls end early. least: calls with fewer steps are never captured.
     """
 

@@ -4,13 +4,14 @@
                  │ ^         ^        │ ^     │  spare capacity used up: grow; inputs leave: compact
                  │ └─────────┼────────┘ └─────┴─ a `StaticKVCache` of another spec, with its `CapturedGraph`
                  │           │  `leave_captures`: the rest of the call is eager
-                 └───────────┴─ steps 1 and `CaptureCosts.before` after the prefill, or after a compaction
+                 └───────────┴─ forwards 1 and `CaptureCosts.before` after the prefill, or after a compaction
 
     DecodeStep ──> CapturedGraph (function, static buffers of the inputs) ──> StaticKVCache
         │               ^
         └─> GraphCache ─┘  of the model, between calls
 
-Each call runs one step eagerly, and compares its logits with the graph's for the same tokens before it trusts a replay.
+Each call runs one forward eagerly, and compares its logits with the graph's for the same tokens before it trusts a
+replay. If that was a forward of several tokens, the first replay of a single step is compared as well.
 A new graph is compared once more at the next step, with other tokens (Seamless, "CUDA Graph"). The host prepares the
 inputs of each step; only the model's forward is captured. This module knows no host library.
 
@@ -73,14 +74,14 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         self.rows, self.rows_per_input, self.max_length = rows, rows_per_input, max_length
         self.captures, self.rollback = captures, Rollback()
         self.steps = self.since = self.most = 0
-        self._attempts = 0  # to begin with captures since then: one after the first forward, one when it is late
+        self._stage = 0  # 1: captures were tried after the first forward; 2: again, when `_is_late`
         self.graph: CapturedGraph | None = None
         self._holds_graphs = False  # True: this call alone may use them
         self._key: tuple[Any, ...] = ()
         self.variant: Hashable = None
         self._has_exact_lengths = False  # True: this call's inputs cannot be padded
         self._is_changed = False  # True: user code has changed the model
-        self._is_unused = False  # True: the graph was not captured or replayed since its cache was filled
+        self._used: set[CapturedGraph] = set()  # those captured or replayed since the cache was filled
         if captures:
             self.graphs: GraphCache = graphs_of(self.model, first_weight(self.decoder))
             self.call.on_exit.callback(self.end)  # called last: caches are returned first
@@ -218,7 +219,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
 
         Each remaining input has the same number of rows, which are adjacent.
         """
-        self.rows, self.since, self._attempts = rows.shape[0], 0, 0
+        self.rows, self.since, self._stage = rows.shape[0], 0, 0
         self.rows_per_input = rows.shape[0] // batch_index.shape[0]
         if self.graph is not None:
             try:
@@ -243,11 +244,11 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
     def _start_captures(self, tokens: Tensor, expected: Tensor, size: int = 1) -> None:
         """Begins to capture steps with the next one, if that is worthwhile.
 
-        expected: the logits of the last forward, of so many tokens per row.
+        expected: the logits of the last forward. size: the number of its tokens per row.
         """
-        if not self.captures or self._attempts == (attempts := 1 + self._is_late):
+        if not self.captures or self._stage == (stage := 1 + self._is_late):
             return
-        self._attempts = attempts
+        self._stage = stage
         costs, graphs, left = self.call.costs, self.graphs, self.max_length - tokens.shape[1]
         if reasons := self.checks.rows if self.call.has_changed(self.model) else ():
             self.captures = False
@@ -297,13 +298,15 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             graphs.has_exact_lengths |= self.call.costs.looks_back
             graph = self._fill(content)
             inputs = self.inputs(tokens, graph.view, size)
-        is_single = size == 1
-        replays = is_single or self.replays_ahead(size)
-        outputs = self._attempt(graph.of_size(size), inputs) if replays else graph.function(inputs)
+        step, is_single = graph.of_size(size), size == 1
+        replays = wants_new or step.state is not GraphState.NEW if is_single else self.replays_ahead(size)
+        outputs = self._attempt(step, inputs) if replays else graph.function(inputs)
         if outputs is not None and differs_sync(self.logits_of(outputs), expected):
             self._refuse("logits with static buffers differ from eager")
         if outputs is None or graphs.refused:
             raise LeaveAlone(graphs.refused)
+        if not is_single and graph.state is GraphState.PROVEN:  # not in this call
+            graph.state = GraphState.CAPTURED
         graph.cache.advance(int(is_single))
         self.use(graph.cache)
 
@@ -326,7 +329,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             return self.forward(self.model, self.inputs(tokens, None), None)
         self.since += 1
         outputs = None
-        in_use = graph.state is not GraphState.NEW and (self.call.costs.looks_back or not self._is_unused)
+        in_use = graph.state is not GraphState.NEW and (self.call.costs.looks_back or graph in self._used)
         if in_use or self._wants_new_graph(self.most - graph.cache.generated_length):
             outputs = self._attempt(graph, inputs)
         if outputs is None:
@@ -342,8 +345,8 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
     def _attempt(self, graph: CapturedGraph, inputs: dict[str, Any]) -> Any:
         """Returns the outputs of a capture, a replay or, if that failed, the forward; None: the caller must run it."""
         graphs, state = self.graphs, graph.state
-        is_earlier = self._is_unused and state is not GraphState.NEW
-        self._is_unused &= graph is not self.graph
+        is_earlier = state is not GraphState.NEW and graph not in self._used
+        self._used.add(graph)
         if graphs.refused or state is GraphState.DROPPED:
             return None
         try:
@@ -413,7 +416,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         elif not self.call.costs.looks_back:
             graph.forget_sizes()
         graph.cache.load(content)
-        self._is_unused = True
+        self._used.clear()
         if self.graph is not None:
             self.graphs.put(self._key, self.graph)
         self._key, self.graph = key, graph

@@ -31,9 +31,6 @@ CHEAP_TOKENS = 16
 # Longer matches are not told apart.
 LONGEST_MATCH = 16
 
-# The share of matches of one token that are right, until a call has shown more: by this none is checked.
-BY_CHANCE = 0.05
-
 # Occurrences of a suffix that are compared, the last ones first.
 MOST_OCCURRENCES = 32
 
@@ -116,7 +113,8 @@ class Drafts:
     were not needed.
 
     How often a match is right is learned during the call, for each length of a match, from all matches, whether or not
-    they were checked. All matches of several tokens are the estimate of a length that few had.
+    they were checked. A length with few matches is estimated from all matches of several tokens. Single tokens recur by
+    chance, so their matches count as wrong until some were right.
     """
 
     def __init__(self, texts: list[Text], cost: Callable[[int, int], float]) -> None:
@@ -155,7 +153,7 @@ class Drafts:
     def _share(self, length: int) -> float:
         """Returns the share of matches of this length that were right."""
         length = min(length, LONGEST_MATCH)
-        expected = BY_CHANCE if length == 1 else (sum(self._right[2:]) + 1) / (sum(self._seen[2:]) + 2)
+        expected = 0 if length == 1 else (sum(self._right[2:]) + 1) / (sum(self._seen[2:]) + 2)
         return (self._right[length] + 2 * expected) / (self._seen[length] + 2)
 
     def take(self, rows: Sequence[int]) -> None:

@@ -175,6 +175,12 @@ class CapturedGraph:
         self._of_sizes.clear()
 
     @property
+    def is_captured(self) -> bool:
+        """Whether a step of any size is captured."""
+        states = {graph.state for graph in (self, *self._of_sizes.values())}
+        return bool(states & {GraphState.CAPTURED, GraphState.PROVEN})
+
+    @property
     def nbytes(self) -> int:
         """The bytes of the cache, and of what the graphs of all sizes hold."""
         return self.cache.nbytes + self._own_bytes + sum(graph._own_bytes for graph in self._of_sizes.values())
@@ -283,7 +289,7 @@ class GraphCache:
 
     def put(self, key: Hashable, graph: CapturedGraph) -> None:
         """Stores a graph for other calls; drops the least recently used ones if there are too many."""
-        if graph.state in (GraphState.CAPTURED, GraphState.PROVEN) and graph.nbytes <= self.most_bytes:
+        if graph.is_captured and graph.nbytes <= self.most_bytes:
             graph.end_call()
             self.entries[key] = graph
         while len(self.entries) > MOST_GRAPHS or sum(map(_nbytes, self.entries.values())) > self.most_bytes:

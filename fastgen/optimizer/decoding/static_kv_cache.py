@@ -93,7 +93,7 @@ class KVContent:
             raise LeaveAlone([Reason("LAYERS_DIFFER", "the layers of the cache differ in shape, dtype or device")])
 
     def without_last(self, count: int = 1) -> KVContent:
-        """Returns the content without the last positions."""
+        """Returns the content without the last `count` positions."""
         return replace(self, generated=[cut(pair, 0, self.generated_length - count) for pair in self.generated])
 
     def of_rows(self, batch_index: Tensor, rows: Tensor) -> KVContent:

@@ -272,11 +272,12 @@ class DraftedSteps:
         self.step.call.report.add_reasons(DRAFTS, reasons)
 
     def _timed(self, size: int, run: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs a forward of so many tokens per row and notes its time, unless it is eager beside replays."""
         step, started = self.step, time.perf_counter()
-        is_replay = step.graph is not None and (size == 1 or step.replays_ahead(size))
-        is_like_single = is_replay or step.graph is None
+        is_replay = step.replays_ahead(size)
+        counts = is_replay or step.graph is None
         result = run(*arguments)
-        if is_like_single:
+        if counts:
             entry = self.facts.seconds[step.rows, size, is_replay]
             entry[0], entry[1] = entry[0] + 1, min(entry[1], time.perf_counter() - started)
         return result

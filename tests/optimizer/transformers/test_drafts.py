@@ -18,6 +18,7 @@ import fastgen
 from fastgen.optimizer.decoding import cost_model
 from fastgen.optimizer.decoding.cost_model import CPU_CAPTURES
 from fastgen.optimizer.decoding.report import DRAFTS, Report
+from fastgen.optimizer.decoding.static_kv_cache import MOST_TOKENS, KVContent, StaticKVCache
 from fastgen.optimizer.transformers import drafts
 from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep
 from fastgen.testing import broken, configured, costs, replaced, watched
@@ -76,6 +77,7 @@ def greedy(model: Any, inputs: dict[str, torch.Tensor], **arguments: Any) -> Rep
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_that_copy_their_input_need_fewer_steps(name, lengths, cuda_graphs):
     with capturing(cuda_graphs, drafts="auto"):
+        forced(tiny(name), inputs_of(name, *lengths))  # proves drafts: then captures begin at one
         report = forced(tiny(name), inputs_of(name, *lengths))
     assert report.accepted > 0 and report.steps_saved > 0, report
     assert f"{report.steps_saved} steps saved" in str(report) and report.as_dict()["drafted"] == report.drafted
@@ -250,8 +252,18 @@ def times(eager: float, replayed: float) -> dict[tuple[int, int, bool], tuple[fl
     }
 
 
+CAPTURES = {"min_computed": 0.0, "cpu_captures": CPU_CAPTURES._replace(before=1)}
+
+
+def repeating() -> tuple[Any, torch.Tensor, Forced]:
+    """Returns a model, a prompt, and a processor whose text goes on as the prompt did."""
+    tokens = token_ids(1, 30)
+    source, text = torch.cat([tokens, tokens[:, :2]], dim=1), (tokens[0].tolist() * 2)[2 : NEW + 2]
+    return tiny("llama"), source, Forced([text], source.shape[1])
+
+
 def test_earlier_captures_are_used_after_the_first_forward(monkeypatch):
-    model, inputs, forwards = tiny("llama"), inputs_of("llama", 30), []
+    (model, source, processor), forwards = repeating(), []
 
     def counted(model: Any, inputs: dict[str, Any], view: Any) -> Any:
         forwards.append(inputs["input_ids"].shape[1])
@@ -259,13 +271,31 @@ def test_earlier_captures_are_used_after_the_first_forward(monkeypatch):
 
     forward = TransformersDecodeStep.forward
     monkeypatch.setattr(TransformersDecodeStep, "forward", staticmethod(counted))
-    with capturing("on", drafts="auto"), costs(min_computed=0.0, cpu_captures=CPU_CAPTURES._replace(before=1)):
+    with capturing("on", drafts="auto"), costs(**CAPTURES):
+        for _ in range(3):
+            forwards.clear()
+            report = greedy(model, {"input_ids": source}, logits_processor=[processor])
+    assert report.steps_saved > NEW / 2
+    assert forwards[0] == MOST_TOKENS and forwards.count(MOST_TOKENS) == 1, "the others are replays"
+    assert 1 in forwards, "the first replay of a single step is compared"
+
+
+def test_a_wrong_static_cache_is_refused_at_a_draft(monkeypatch):
+    model, source, processor = repeating()
+
+    def wrong(cache: StaticKVCache, content: KVContent) -> None:
+        load(cache, content)
+        for states in (*cache.buffers, *(states for prompt in cache.prompts for pair in prompt for states in pair)):
+            states.neg_()
+
+    load = StaticKVCache.load
+    with capturing("on", drafts="auto"), costs(**CAPTURES):
         for _ in range(2):
-            forced(model, inputs)
-        forwards.clear()
-        with watched("forward of a draft") as drafted:
-            forced(model, inputs)
-    assert len(drafted) > 2 and len(forwards) == 1 and forwards[0] > 1, "all others are replays"
+            greedy(model, {"input_ids": source}, logits_processor=[processor])
+        monkeypatch.setattr(StaticKVCache, "load", wrong)
+        with pytest.warns(RuntimeWarning, match="static buffers"):
+            report = greedy(model, {"input_ids": source}, logits_processor=[processor])
+    assert report.steps_saved > NEW / 2 and "CAPTURE_REFUSED" in report.codes()
 
 
 def test_the_switch_is_reported():

@@ -195,7 +195,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """One line that says whether decode steps were captured and prompts shared, and if not, why."""
+        """One line: steps saved by drafts, and whether steps were captured and prompts shared, and if not, why."""
         if any(stage.report is not None for stage in self.stages):
             return f"{len(self.stages)} stages"
         if not self.rows and not self.shared:
@@ -211,7 +211,8 @@ class Report:
         steps += "" if why_eager is None else f": {why_eager.text}"
         not_shared = "prompts not shared: " + ("one row per input" if why_alone is None else why_alone.text)
         prompts = " and ".join(done) + (" shared" if self.rows > 1 else " reused") if done else not_shared
-        return f"{steps}; {prompts}" if self.has_steps else prompts
+        drafts = [f"drafts saved {_counted(self.steps_saved, 'step')}"] if self.steps_saved else []
+        return "; ".join([*drafts, *([steps] if self.has_steps else []), prompts])
 
     def reason_for(self, part: str) -> Reason | None:
         """Returns the first reason why this part of the call was not done, or None."""
@@ -262,7 +263,8 @@ class Report:
         return "; ".join([f"{self._call()}: {self.verdict}", *self._done()])
 
     def _done(self) -> list[str]:
-        drafts = f"drafts: {self.drafted} tokens checked, {self.accepted} right, {self.steps_saved} steps saved"
+        saved = _counted(self.steps_saved, "step")
+        drafts = f"drafts: {_counted(self.drafted, 'token')} checked, {self.accepted} right, {saved} saved"
         done = [*self.shared, *([drafts] if self.drafted else [])]
         return [*done, *(f"{name}: {_counted(calls, 'call')}" for name, calls in sorted(self.kernels.items()))]
 

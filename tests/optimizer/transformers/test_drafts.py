@@ -81,6 +81,7 @@ def test_texts_that_copy_their_input_need_fewer_steps(name, lengths, cuda_graphs
         report = forced(tiny(name), inputs_of(name, *lengths))
     assert report.accepted > 0 and report.steps_saved > 0, report
     assert f"{report.steps_saved} steps saved" in str(report) and report.as_dict()["drafted"] == report.drafted
+    assert report.verdict.startswith(f"drafts saved {report.steps_saved} steps; decode steps ")
 
 
 @GRAPHS

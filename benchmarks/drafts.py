@@ -19,6 +19,7 @@ from transformers import LogitsProcessor
 
 import fastgen
 from fastgen.models.demo import demo_path, sample_path
+from fastgen.testing import configured
 
 SHORTEST, LONGEST = 4, 40  # runs that are copied
 ALONE = "fastgen without drafts"
@@ -96,7 +97,7 @@ def measure(kind: str, name: str, case: Case, options: Options) -> dict[str, Any
 
     ways: Ways = {
         "fastgen": counted,
-        ALONE: calls.without_drafts(call),
+        ALONE: configured(drafts="off")(call),
         "stock": fastgen.disabled()(call),
     }
     if with_lookup:

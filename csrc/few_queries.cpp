@@ -214,18 +214,18 @@ void attend(const Attention<T> &of, const Unit &unit, std::vector<float> &memory
             segment.length = std::min(length, seen - start);
             if (segment.length <= 0) continue;
             const int64_t copies = segment.copies / unit.least, of_copy = unit.total / copies;
-            const int64_t first = unit.copy * copies + unit.first / of_copy, each = std::min(of_copy, count);
+            const int64_t number = unit.copy * copies + unit.first / of_copy, each = std::min(of_copy, count);
             for (int64_t q = 0; q < count; q += each)
-                multiply(segment, first + q / each, q, each, scores + q * padded + start);
+                multiply(segment, number + q / each, q, each, scores + q * padded + start);
             start += length;
         }
     };
     for (int64_t q = 0; q < count; q++)
         copy_query(of.query + place(q, of.query_strides), queries + q * of.width, of.width);
-    for_copies([&](const Segment<T> &segment, int64_t number, int64_t start, int64_t each, float *of_copy) {
+    for_copies([&](const Segment<T> &segment, int64_t number, int64_t first, int64_t each, float *part) {
         const T *keys = segment.keys.at(number, head);
-        multiply_keys(queries + start * of.width, each, keys, segment.keys.of_position, segment.length, of.width,
-                      of_copy, padded, Ahead<T>(segment.keys, keys, segment.length));
+        multiply_keys(queries + first * of.width, each, keys, segment.keys.of_position, segment.length, of.width, part,
+                      padded, Ahead<T>(segment.keys, keys, segment.length));
     });
     for (int64_t q = 0; q < count; q++) {
         for (int64_t n = 0; n < seen; n++) scores[q * padded + n] *= of.scale;
@@ -233,10 +233,10 @@ void attend(const Attention<T> &of, const Unit &unit, std::vector<float> &memory
         totals[q] = to_weights(scores + q * padded, seen, (seen + WIDTH - 1) / WIDTH * WIDTH);
     }
     std::fill(found, found + count * of.value_width, 0.0f);
-    for_copies([&](const Segment<T> &segment, int64_t number, int64_t start, int64_t each, float *of_copy) {
+    for_copies([&](const Segment<T> &segment, int64_t number, int64_t first, int64_t each, float *part) {
         const T *values = segment.values.at(number, head);
-        multiply_values(of_copy, padded, each, values, segment.values.of_position, segment.length, of.value_width,
-                        found + start * of.value_width, Ahead<T>(segment.values, values, segment.length));
+        multiply_values(part, padded, each, values, segment.values.of_position, segment.length, of.value_width,
+                        found + first * of.value_width, Ahead<T>(segment.values, values, segment.length));
     });
     for (int64_t q = 0; q < count; q++)
         store_output(found + q * of.value_width, totals[q], of.output + place(q, of.output_strides), of.value_width);

@@ -138,23 +138,24 @@ class Drafts:
         """
         if any(text.place is None for text in self.texts):
             return []
+        shares = self._shares()
         best, best_rate, expected, likely, checked = 0, MIN_GAIN, 1.0, 1.0, 1
         for size in sizes_for(len(self.texts)):
             if size > most:
                 break
             for ahead in range(checked - 1, size - 1):
-                likely *= math.prod(self._share(text.length + ahead) for text in self.texts)
+                likely *= math.prod(shares[min(text.length + ahead, LONGEST_MATCH)] for text in self.texts)
                 expected += likely
             checked = size
             if (rate := expected / (self.cost(len(self.texts), size) * overhead(size))) > best_rate:
                 best, best_rate = size, rate
         return [text.draft(best - 1) for text in self.texts] if best else []
 
-    def _share(self, length: int) -> float:
-        """Returns the share of matches of this length that were right."""
-        length = min(length, LONGEST_MATCH)
-        expected = 0 if length == 1 else (sum(self._right[2:]) + 1) / (sum(self._seen[2:]) + 2)
-        return (self._right[length] + 2 * expected) / (self._seen[length] + 2)
+    def _shares(self) -> list[float]:
+        """Returns the share of right matches for each length."""
+        of_several = (sum(self._right[2:]) + 1) / (sum(self._seen[2:]) + 2)
+        expected = [0.0, 0.0] + [of_several] * (LONGEST_MATCH - 1)
+        return [(right + 2 * share) / (seen + 2) for right, seen, share in zip(self._right, self._seen, expected)]
 
     def take(self, rows: Sequence[int]) -> None:
         """Row i becomes what row `rows[i]` was, if texts are there already."""

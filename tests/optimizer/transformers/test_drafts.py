@@ -248,7 +248,7 @@ def times(eager: float, replayed: float) -> dict[tuple[int, int, bool], tuple[fl
     kinds = (False, eager), (True, replayed)
     return {
         (1, size, is_replay): (drafts.MIN_MEASUREMENTS, seconds if size > 1 else 1.0)
-        for size in range(1, 13)
+        for size in range(1, MOST_TOKENS + 1)
         for is_replay, seconds in kinds
     }
 

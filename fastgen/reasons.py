@@ -1,8 +1,8 @@
-"""The codes of reasons and their meanings for users: the tables of docs/reasons.md.
+"""The codes of reasons and their meanings for users (the tables of docs/reasons.md), and `counted` for messages.
 
 A reason says why fastgen did not do a part of a call. A new code is described here, and nowhere else:
 `python tools/generated_pages.py` writes the page. The conditions, and the texts with details of a call, are in the
-tables of each host's `CallChecks` (checks.py).
+functions registered by `check` (optimizer/decoding/report.py), most of them of each host's `CallChecks` (checks.py).
 
 Tests: tests/optimizer/test_report.py, tests/test_docs.py
 """
@@ -35,7 +35,8 @@ CODES: dict[str, dict[str, str]] = {
     },
     "The call": {
         "NO_CALL": (
-            "no `generate` of this thread has gone through fastgen; calls inside `fastgen.disabled()` are not reported"
+            "no `generate` of this thread, or no scoring if `explain` is asked for it, has gone through fastgen; calls "
+            "inside `fastgen.disabled()` are not reported"
         ),
         "NO_PATCH": (
             "no patch is active, or some of a library are not: its version, a switch, an error; `fastgen.status()` "
@@ -68,6 +69,7 @@ CODES: dict[str, dict[str, str]] = {
             "a stopping criterion other than length and end tokens: finished inputs stay, and beam search is the "
             "library's"
         ),
+        "STREAMER": "a streamer gets a token of each row in each step: finished rows stay",
         "SYNCED_GPUS": "`synced_gpus` is set",
         "TRAINER": (
             "a trainer of TRL computes itself: images, the auxiliary loss of experts, logits for `compute_metrics`, a "
@@ -81,7 +83,7 @@ CODES: dict[str, dict[str, str]] = {
         "GRADIENTS": "autograd records the call: gradients are enabled",
     },
     "Rows and arguments": {
-        "ARGUMENT_COLUMNS": "the columns of an argument cannot be assigned to a common prefix",
+        "ARGUMENT_COLUMNS": "the columns of an argument cannot be assigned to a common prefix or to drafted tokens",
         "ARGUMENT_ROWS": "an argument of the model does not have the prompt's rows",
         "ARGUMENT_TYPE": "an argument of the model has a type whose rows fastgen does not know",
         "GROUP_SIZES_DIFFER": (
@@ -97,7 +99,9 @@ CODES: dict[str, dict[str, str]] = {
     "The KV cache": {
         "CACHE_LAYERS": "a cache with layers of classes that are not supported",
         "CACHE_OFFLOADED": "a cache that is offloaded to the CPU",
-        "CACHE_NOT_EMPTY": "the cache held keys before the prefill",
+        "CACHE_NOT_EMPTY": (
+            "the cache held keys before the prefill, or the model takes one token at a time if it holds some"
+        ),
         "CACHE_TYPE": "a cache of a class that is not supported",
         "LAYERS_DIFFER": "the layers of the cache differ in kind, shape, dtype or device: no static cache",
         "LAYER_EMPTY": "a layer of the cache is empty: no static cache",
@@ -127,6 +131,9 @@ CODES: dict[str, dict[str, str]] = {
         ),
         "MODEL_CHANGED": "user code that runs in each step has changed the model during the call",
         "MODEL_STATE": "the model keeps states of its rows in its modules",
+        "PREPARES_INPUTS": (
+            "the model prepares the inputs of a step by a method of its own, which may have a state: no drafts"
+        ),
         "PROCESSOR_BY_ROW": (
             "a logits processor may know the rows by their batch index, or holds a value for each row: finished "
             "inputs stay"
@@ -135,20 +142,21 @@ CODES: dict[str, dict[str, str]] = {
             "the rows of a batch influence each other: the model's experts have a capacity, or "
             "its products are quantized dynamically by torch, with one scale for all rows"
         ),
+        "TOKENS_COUPLED": ("the tokens of a forward influence each other: experts take fewer tokens than a draft has"),
         "TRAINING": "a module is in training mode and uses dropout or other randomness, or might use it",
         "TRANSFORMERS_VERSION": "this version of transformers prepares its steps in another way",
         "USER_CODE": (
             "code that is not the library's runs in the forward or in each step: it may treat rows differently, and a "
             "replay does not call it"
         ),
-        "UNTESTED": "model code or a version of the library that no test covers",
+        "FIRST_USE": "code that no test has seen: the call is the library's, and fastgen is compared with it",
         "VIRTUAL_TOKENS": (
             "the model puts tokens of its own before the prompt, as PEFT's prompt tuning does: no common prefix"
         ),
         "WEIGHTS_UNREADABLE": (
             "inside `fastgen.reusing_prefix`, the bits of some weights cannot be read: nothing is kept"
         ),
-        "UNVERIFIED": "a model class that is compared before its first use, and this call cannot be repeated",
+        "UNVERIFIED": "code that is compared at its first use, and this call cannot be compared",
     },
     "Decode steps, operations and vocoders": {
         "ATTENTION": "the attention is not supported; in transformers, only sdpa and eager are",
@@ -159,8 +167,8 @@ CODES: dict[str, dict[str, str]] = {
         ),
         "DEVICE": "the device is neither a CPU nor an NVIDIA GPU",
         "DRAFTS_REFUSED": (
-            "a first forward of several tokens failed, or gave other logits than single steps: no drafts with this "
-            "model"
+            "a first forward of several tokens failed, or gave other logits than single steps: no drafts in calls of "
+            "this kind; or a later one failed: no more drafts in this call"
         ),
         "DTYPE": "oneDNN's convolutions take float32 on a CPU",
         "ERROR": "an error in fastgen, after which the library did the work",
@@ -173,7 +181,10 @@ CODES: dict[str, dict[str, str]] = {
         "NGRAM_SIZE": "the size of n-grams is no positive integer",
         "NO_ONEDNN": "this build of torch has no oneDNN",
         "OUT_OF_MEMORY": "no memory for static buffers",
-        "POSITIONS": "a table of positions that is too short, or of a kind that is not supported",
+        "POSITIONS": (
+            "a table of positions that is too short, or of a kind that is not supported; a model for which a token's "
+            "column matters, not only its position and the mask: no common prefix of padded prompts"
+        ),
         "PROCESSOR_CHANGED": "an n-gram processor was changed after it was made",
         "PROCESSOR_MADE_ELSEWHERE": "an n-gram processor was made while fastgen was off",
         "QUANTIZED": "a quantized model",
@@ -187,3 +198,8 @@ CODES: dict[str, dict[str, str]] = {
         "TRIE_OUTSIDE_VOCABULARY": "a `PrefixTrie` has tokens that are not in the model's vocabulary",
     },
 }
+
+
+def counted(count: int, noun: str) -> str:
+    """Returns a number with its noun: 0 lines, 1 line, 2 lines."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

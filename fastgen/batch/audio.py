@@ -10,10 +10,15 @@ Tests: tests/batch/test_audio.py, tests/batch/test_sounds.py
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import shutil
 import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from io import BytesIO, FileIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +36,14 @@ UNKNOWN_FRAMES = (1 << 63) - 1  # libsndfile's number for a FLAC without a lengt
 # The size of the samples in bytes in the header and in the file, from libsndfile's log.
 CORRECTED_SIZE = re.compile(r"^ *(?:data|SSND|Data Size) *: (\d+) \(should be (\d+)\)", re.MULTILINE)
 SIZE_OF_STREAMS = 0x7FFF0000  # and more: 0x7FFFFFFF, 0xFFFFFFFF, …
+MISSING_BYTES, MISSING_SECONDS = 64, 0.1  # how much more than the file holds a header may name
+JUNK = "Junk after the last page"  # in libsndfile's log: a part of a page of an Ogg file
+# What the sounds begin with that are joined in a file; those of MP3 have no such mark.
+STARTS = {"OGG": re.compile(rb"OggS\0[\2\6]"), "FLAC": re.compile(rb"fLaC[\0\x80]\0\0\x22")}
+FRAME_SYNC = re.compile(rb"\xff[\xe2-\xff]")  # the beginning of a frame of an MP3
+LONGEST_FRAME = 1728  # bytes
+MP3_TAGS = (b"TAG", b"APETAGEX", b"LYRICSBEGIN")  # after the last frame
 BYTES_WITH_LENGTH = 200  # the part of an MP3's first frame that may contain the length
-MP3_GRANULE = 576  # samples; an MP3 frame has one or two granules
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +117,8 @@ def _extract(feature_extractor: Any, samples: np.ndarray, **options: Any) -> dic
 def _read(path: Path, rate: int, most_samples: int | None) -> np.ndarray:
     """Returns the sound of a file at a sampling rate, float32 [S], with channels averaged. Raises RecordError.
 
-    most_samples: the most samples that the model accepts. Longer files are not read.
+    Sounds that are joined in one file follow each other. most_samples: the most samples that the model accepts. Of
+    longer files the rest is not read.
     """
     import soundfile  # from the audio extra, which other tasks do not need
     import soxr
@@ -114,59 +126,122 @@ def _read(path: Path, rate: int, most_samples: int | None) -> np.ndarray:
     if not path.is_file():
         raise RecordError("is a folder (accepted: an audio file)" if path.is_dir() else "there is no such file")
     path.open("rb").close()  # without permission, libsndfile would only say "System error"
+    most = math.inf if most_samples is None else most_samples / rate
+    parts, seconds = [], 0.0
     try:
-        # Not a file object: there libsndfile searches for the sound at byte 0 only, and cuts it off after a tag.
-        with soundfile.SoundFile(os.fsencode(path)) as file:
-            own_rate, frames = file.samplerate, file.frames
-            if frames == UNKNOWN_FRAMES:
-                raise RecordError("has no length in its header (accepted: a file rewritten by ffmpeg)")
-            if most_samples is not None and frames > int(most_samples / rate * own_rate):
-                heard = f"{most_samples / rate:g} s"
-                raise RecordError(f"lasts {frames / own_rate:g} s, and MODEL hears {heard} (accepted: up to {heard})")
-            sound = file.read(dtype="float32", always_2d=True)  # [S, channels]
-            is_mp3, log = file.format == "MP3", file.extra_info
+        for source, has_length in _sources(path):
+            samples, own_rate = _samples(path, source, has_length, seconds, most)
+            seconds += len(samples) / own_rate
+            parts.append(samples if own_rate == rate else soxr.resample(samples, own_rate, rate))
     except soundfile.LibsndfileError as error:
         raise RecordError(f"cannot be read ({type(error).__name__}: {error.error_string})") from error
-    if len(sound) == 0:
+    if not seconds:
         raise RecordError("has no sound in it")
-    if is_mp3 and not _mp3_has_length(path):
-        _warn_of_estimate(path, len(sound), frames, own_rate)
-    elif len(sound) < (frames := _frames_of_header(frames, log)):
-        raise RecordError(f"ends after {len(sound) / own_rate:g} s of {frames / own_rate:g} s: it is not complete")
-    samples = sound.mean(axis=1)
-    return samples if own_rate == rate else soxr.resample(samples, own_rate, rate)
+    return np.concatenate(parts)
 
 
-def _frames_of_header(frames: int, log: str) -> int:
-    """Returns the header's number of frames. frames: libsndfile's number; log: libsndfile's log of opening the file.
+def _sources(path: Path) -> Iterator[tuple[Any, bool]]:
+    """Yields what soundfile opens for each sound that is joined in a file, and whether its length is known.
 
-    libsndfile corrects a header by the size of the file, and logs that. Programs that write to a pipe put an impossible
-    size into the header.
+    libsndfile itself reads the first sound only.
     """
-    if (corrected := CORRECTED_SIZE.search(log)) is None or int(corrected[1]) >= SIZE_OF_STREAMS:
-        return frames
-    return round(frames * int(corrected[1]) / max(1, int(corrected[2])))
+    import soundfile
+
+    name = os.fsencode(path)
+    with soundfile.SoundFile(name) as sound:
+        kind = sound.format
+    if kind == "MP3":
+        yield from _mp3_sources(path)
+        return
+    data = path.read_bytes() if kind in STARTS else b""
+    starts = [match.start() for match in STARTS[kind].finditer(data)] if data else []
+    if len(starts) < 2:
+        # Not a file object: there libsndfile searches for the sound at byte 0 only, and cuts it off after a tag.
+        yield name, True
+        return
+    for start, end in pairwise([*starts, len(data)]):
+        yield BytesIO(data[start:end]), True
 
 
-def _mp3_has_length(path: Path) -> bool:
+def _mp3_sources(path: Path) -> Iterator[tuple[int, bool]]:
+    """Yields the descriptor of an MP3, moved to each place where libsndfile has stopped; see `_sources`.
+
+    libsndfile stops after the number of frames in the first header, or else after an estimate from the size, or where
+    the rate changes.
+    """
+    data = path.read_bytes()
+    end = len(data.rstrip(b"\0"))
+    with path.open("rb", buffering=0) as file:
+        while (start := file.tell()) == 0 or (end - start > LONGEST_FRAME and not data.startswith(MP3_TAGS, start)):
+            syncs = FRAME_SYNC.finditer(data, start + 1, start + 2 * LONGEST_FRAME)
+            places = (place for place in (start, *(match.start() for match in syncs)) if _opens(file, place))
+            if (place := next(places, None)) is None:
+                rewritten = "accepted: a file rewritten by ffmpeg"
+                raise RecordError(f"holds no sound that can be read from byte {start} of {len(data)} on ({rewritten})")
+            file.seek(place)
+            yield file.fileno(), _mp3_has_length(data, place)
+
+
+def _opens(file: FileIO, place: int) -> bool:
+    """Whether libsndfile recognises a sound at a place of a file; an MP3 may begin in the middle of a frame."""
+    import soundfile
+
+    file.seek(place)
+    with suppress(soundfile.LibsndfileError), soundfile.SoundFile(file.fileno(), closefd=False):
+        return True
+    return False
+
+
+def _mp3_has_length(data: bytes, start: int) -> bool:
     """Whether the first frame of an MP3 has the number of frames; otherwise libsndfile estimates it from the size."""
-    with path.open("rb") as file:
-        start = file.read(10)
-        has_tag = start.startswith(b"ID3")
-        # Seven bits of each of the last four bytes are its size.
-        file.seek(10 + sum(byte << shift for byte, shift in zip(start[6:], (21, 14, 7, 0))) if has_tag else 0)
-        frame = file.read(BYTES_WITH_LENGTH)
+    if data.startswith(b"ID3", start):
+        # Seven bits of each of the last four bytes are the tag's size.
+        start += 10 + sum(byte << shift for byte, shift in zip(data[start + 6 :], (21, 14, 7, 0)))
+    frame = data[start : start + BYTES_WITH_LENGTH]
     return frame.startswith(b"\xff") and any(mark in frame for mark in (b"Xing", b"Info", b"VBRI"))
 
 
-def _warn_of_estimate(path: Path, frames_read: int, estimated: int, rate: int) -> None:
-    """Warns if an MP3's length differs from the estimate; reading stops at an estimate that is too short."""
-    is_cut = frames_read == estimated and frames_read % MP3_GRANULE > 0
-    if is_cut or frames_read < estimated:
-        logger.warning(
-            "%s: its header has no length; libsndfile estimates %g s, and reads %g s%s",
-            *(path, estimated / rate, frames_read / rate, "; the sound continues after that" if is_cut else ""),
-        )
+def _samples(path: Path, source: Any, has_length: bool, heard: float, most: float) -> tuple[np.ndarray, int]:
+    """Returns the samples [S] of one sound, and their rate. Raises RecordError for a sound that is not complete.
+
+    heard: seconds of the sounds before it in the file. most: seconds that the model accepts.
+    """
+    import soundfile
+
+    with soundfile.SoundFile(source, closefd=False) as file:
+        rate, frames, log = file.samplerate, file.frames, file.extra_info
+        if frames == UNKNOWN_FRAMES:
+            raise RecordError("has no length in its header (accepted: a file rewritten by ffmpeg)")
+        limit = frames if most == math.inf else int((most - heard) * rate)
+        # soundfile seeks after reading, which some formats cannot (GSM), and which moves an MP3 back by some frames.
+        file.seekable = lambda: False
+        sound = file.read(min(frames, limit + 1), dtype="float32", always_2d=True)  # [S, channels]
+    if len(sound) > limit:
+        lasts, accepted = heard + frames / rate, f"accepted: up to {most:g} s"
+        raise RecordError(f"lasts {lasts:g} s, and MODEL hears {most:g} s ({accepted})")
+    if has_length:
+        _check_complete(path, len(sound), frames, rate, log)
+    return sound.mean(axis=1), rate
+
+
+def _check_complete(path: Path, frames_read: int, frames: int, rate: int, log: str) -> None:
+    """Raises RecordError if a sound is shorter than its header says; warns if only a few bytes are missing.
+
+    frames: libsndfile's number; log: libsndfile's log of opening the file. libsndfile corrects a header by the size of
+    the file, and logs that. Programs that write to a pipe put an impossible size into the header, others that of the
+    whole file.
+    """
+    corrected = CORRECTED_SIZE.search(log)
+    if corrected is not None and int(corrected[1]) < SIZE_OF_STREAMS:
+        claimed, size = int(corrected[1]), max(1, int(corrected[2]))
+        frames = round(frames * claimed / size)
+        if 0 < claimed - size <= min(MISSING_BYTES, MISSING_SECONDS * rate * size / max(1, frames_read)):
+            logger.warning("%s: its header names %d bytes more than the file holds", path, claimed - size)
+            return
+    if frames_read < frames:
+        raise RecordError(f"ends after {frames_read / rate:g} s of {frames / rate:g} s: it is not complete")
+    if JUNK in log:
+        raise RecordError("does not end with a whole page: it is not complete")
 
 
 class SoundFolder:

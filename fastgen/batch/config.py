@@ -14,6 +14,7 @@ import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from datetime import datetime
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,8 @@ AUDIO_OUT = ("text-to-speech", "speech-to-speech")  # OUTPUT names audio files
 # The tasks of fastgen, in addition to those that MODEL has settings for.
 TASKS = ("automatic-speech-recognition", "speech-to-text", *AUDIO_OUT, "translation")
 FORMATS = ("text", "jsonl", "openai")
+# Ends of names of tables, and what their formats are called.
+TABLES = {"csv": "CSV", "tsv": "TSV", "parquet": "Parquet", "arrow": "Arrow", "feather": "Arrow"}
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Settings of which only one is accepted.
 EXCLUSIVE = (
@@ -52,6 +55,7 @@ REFUSED_SETTINGS = (
 LARGEST_NUMBER = 2**31 - 1
 UNSET = {"-1": None}  # FastSeq's number for "not set"
 AUTO = {"auto": "auto"}
+TODAY = "today"  # --date: the day on which the run starts
 
 Check = Callable[[Any], Any]  # returns the parsed value of a setting, or raises BadValue
 
@@ -109,6 +113,17 @@ def text(value: Any) -> str:
     if not isinstance(value, str):
         raise BadValue(f"{value!r} is no text (accepted: a string)")
     return value
+
+
+def iso_date(value: Any) -> str:
+    """Checks and returns a date in ISO 8601, with or without the time of day, or TODAY."""
+    if value == TODAY:
+        return TODAY
+    try:
+        return datetime.fromisoformat(str(value)).isoformat()
+    except ValueError:
+        accepted = f"accepted: {TODAY}, or a date such as 2026-10-05 or 2026-10-05T14:30"
+        raise BadValue(f"{value!r} is no date ({accepted})") from None
 
 
 def json_object(value: Any) -> dict[str, Any]:
@@ -178,7 +193,7 @@ class BatchConfig:
     """
 
     model: str = _setting("local folder, hub name, or demo for the model in fastgen")
-    input: str = _setting("text, an input per line, or JSON records (.jsonl); - stdin", STREAM)
+    input: str = _setting("text, an input per line, or records (.jsonl, .csv, .parquet, …); - stdin", STREAM)
     output: str = _setting("file to write, JSON records for a .jsonl; - stdout", STREAM)
 
     bs: int | None = _whole("most inputs per batch (or --batch_size)")
@@ -215,6 +230,9 @@ class BatchConfig:
 
     prefix: str | None = _setting("text before every line that is not empty", metavar="TEXT")
     system: str | None = _setting("system message before each chat", metavar="TEXT")
+    date: str | None = _setting(
+        "date in the chat template (default: today, kept for --resume)", accepts=iso_date, metavar="DATE"
+    )
     src_lang: str | None = _setting("language of INPUT, as the model calls it", metavar="LANG")
     tgt_lang: str | None = _setting("language of OUTPUT, as the model calls it", metavar="LANG")
     speaker_id: int | None = _whole("voice that speaks, from 0 on", 0)
@@ -249,7 +267,7 @@ class BatchConfig:
             if value is not None and each.name != "gen":
                 vars(self)[each.name] = self._checked(each.name, each.metadata["accepts"], value)
         gen = [(name, self._checked(name, partial(_checked_setting, name), value)) for name, value in self.gen]
-        input_format = self.input_format or ("jsonl" if is_jsonl(self.input) else "text")
+        input_format = self.input_format or ("jsonl" if names_records(self.input) else "text")
         is_json = is_jsonl(self.output) or self.task in AUDIO_OUT or input_format != "text"
         output_format = self.output_format or ("jsonl" if is_json else "text")
         vars(self).update(gen=gen, input_format=input_format, output_format=output_format)
@@ -325,16 +343,20 @@ class BatchConfig:
         scored = self.setting("reference_path") or self.setting("reference_field")
         score_path = self.setting("score_path")
         references, field_of, in_format = map(self.named, ("reference_path", "reference_field", "input_format"))
-        is_text, has_jsonl = not self.reads_records, is_jsonl(self.reference_path or "")
+        is_text, has_records = not self.reads_records, names_records(self.reference_path or "")
         of_records = ["text_field", "id_field", *([] if self.reference_path else ["reference_field"])]
         joined, written = self.setting("join_outputs"), self.setting("output_format")
         mistakes = [
             (self.ray and not self.workers, f"{self.setting('ray')} needs {self.named('workers', 'N')}"),
             (score_path and not scored, f"{score_path} needs {references} or {field_of}"),
             (scored and self.output == STREAM, f"{scored} does not go with OUTPUT - (accepted: a file)"),
-            (has_jsonl and not self.reference_field, f"{scored} holds JSON records (needs {field_of} NAME)"),
+            (has_records and not self.reference_field, f"{scored} holds records (needs {field_of} NAME)"),
             *((is_text and what, f"{what} needs {in_format} jsonl") for what in map(self.setting, of_records)),
             (joined and self.writes_records, f"{joined} does not go with JSONL, which keeps outputs apart"),
+            (
+                self.writes_records and table_kind(self.output),
+                f"OUTPUT {self.output}: records are written as JSON (accepted: a .jsonl)",
+            ),
             (is_text and self.output_format == "openai", f"{written} needs {in_format} jsonl or openai"),
         ]
         for is_mistake, message in mistakes:
@@ -350,7 +372,23 @@ def settings_of_run() -> tuple[Any, ...]:
 
 def is_jsonl(path: str) -> bool:
     """Whether a file's name implies JSON records, one per line."""
-    return re.search(r"\.jsonl(\.(gz|bz2|xz|zst))?$", path.lower()) is not None
+    return _end_of(path) in ("jsonl", "ndjson", "json")
+
+
+def table_kind(path: str) -> str | None:
+    """Returns the name of a table's format, None for other files."""
+    return TABLES.get(_end_of(path))
+
+
+def names_records(path: str) -> bool:
+    """Whether a file's name implies records with fields."""
+    return is_jsonl(path) or table_kind(path) is not None
+
+
+def _end_of(path: str) -> str:
+    """Returns the end of a file's name, before that of a compression; empty if it has none."""
+    end = re.search(r"\.(\w+?)(\.(gz|bz2|xz|zst))?$", path.lower())
+    return "" if end is None else end[1]
 
 
 @cache

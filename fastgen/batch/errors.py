@@ -5,10 +5,13 @@ Tests: tests/cli/transformers/test_flags.py, tests/cli/transformers/test_ends.py
 
 from __future__ import annotations
 
+import runpy
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
+from pathlib import Path
 
 
 class InputError(Exception):
@@ -42,10 +45,36 @@ def reason(error: BaseException) -> str:
 
 def check_packages(*names: str, needed_by: str = "") -> None:
     """Raises InputError with what to install if a package is missing."""
-    if missing := [name for name in names if find_spec(name) is None]:
+    if missing := [name for name in names if _is_missing(name)]:
         raise InputError(
             f"{needed_by} needs the package {' and '.join(missing)}: pip install {' '.join(missing)}".lstrip()
         )
+
+
+def _is_missing(name: str) -> bool:
+    try:
+        return find_spec(name) is None
+    except ModuleNotFoundError:  # of the package that should contain it
+        return True
+
+
+def check_device(asked: str, device: str | None) -> None:
+    """Raises InputError if this is a GPU and torch cannot use any; a build without CUDA need not be imported for that.
+
+    asked: the setting and its value in the form for messages.
+    """
+    spec = find_spec("torch")
+    if not (device or "").startswith("cuda") or spec is None or spec.origin is None:
+        return
+    if "torch" not in sys.modules:
+        build = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+        if not build["cuda"] and not build.get("hip"):
+            version = build["__version__"]
+            raise InputError(f"{asked}: torch {version} is built without CUDA (accepted: cpu, or a torch with CUDA)")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise InputError(f"{asked}: torch finds no GPU (accepted: cpu)")
 
 
 def did_you_mean(name: str, names: Collection[str], otherwise: str, before: str = "") -> str:

@@ -14,21 +14,25 @@ import select
 import sys
 import tempfile
 import zlib
+from bz2 import BZ2File
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from gzip import GzipFile
 from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
-from fastgen.batch.config import STREAM
+from fastgen.batch.config import STREAM, table_kind
 from fastgen.batch.errors import InputError, check_packages
+from fastgen.batch.tables import JsonLines
 
 READ_BLOCK = 1 << 16
 LINES_AT_ONCE = 64
+MOST_LINKS = 40  # that lead from one to the next: Linux's limit
 NO_VALUE = object()  # the value of lines of a file
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+BROKEN = (EOFError, zlib.error, lzma.LZMAError, OSError)  # BadGzipFile and bz2's are OSErrors without a number
 
 
 @dataclass(slots=True)
@@ -54,38 +58,59 @@ def is_stream(path: str) -> bool:
     return path == STREAM or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
 
 
+def is_output_stream(path: str) -> bool:
+    """Whether records go to `path` as they come: a stream, or an open descriptor, which may be redirected to a file."""
+    return is_stream(path) or descriptor_of(path) is not None
+
+
+def descriptor_of(path: str) -> int | None:
+    """Returns the descriptor that `path` names as -, /dev/stdout, /dev/fd/3, or a link to one of these; else None."""
+    if path == STREAM:
+        return 1
+    for _ in range(MOST_LINKS):
+        folder, name = os.path.split(path)
+        if name.isdecimal() and os.path.realpath(folder) in ("/dev/fd", f"/proc/{os.getpid()}/fd"):
+            return int(name)
+        if not os.path.islink(path):
+            break
+        path = os.path.join(folder, os.readlink(path))
+    return None
+
+
 def is_url(path: str) -> bool:
     """Whether fsspec opens `path`, such as s3://…, hf://… or memory://…."""
     return "://" in path
 
 
 @contextmanager
-def opened(flag: str, path: str, raw: bool = False) -> Iterator[Any]:
+def opened(flag: str, path: str, raw: bool = False, as_records: bool = False) -> Iterator[Any]:
     """Opens a binary file for reading, decompressed by its name unless `raw`. Raises InputError with the flag's name.
 
+    as_records: whether a table, by its name, is read as JSON Lines.
     Local files are not buffered, and standard input is not read through sys.stdin: Python may end while a thread waits
     in a read, and the lock of a buffer that such a thread holds would be fatal then.
     """
     if path == STREAM and sys.stdin is None:
         raise InputError(f"{flag} {path}: standard input is closed")
-    if path.endswith(".zst") and not raw:
-        check_packages("zstandard", needed_by=f"{flag} {path}")
+    name = "" if raw else path
+    _check_zstd(flag, name)
     try:
-        if is_url(path) or (path.endswith(COMPRESSED) and not raw):
+        if is_url(path):
             import fsspec  # slow, and most inputs do not need it
 
-            file = fsspec.open(path, "rb", compression=None if raw else "infer").open()
+            file = fsspec.open(path, "rb").open()
         else:
             file = FileIO(os.dup(0)) if path == STREAM else FileIO(path)
     except FileNotFoundError:
         raise InputError(f"{flag} {path}: there is no such file") from None
     except (OSError, ImportError, ValueError) as error:
         raise InputError(f"{flag} {path}: {getattr(error, 'strerror', None) or error}") from error
+    broken = (*BROKEN, _zstd().ZstdError) if name.endswith(".zst") else BROKEN
     try:
-        with file:
-            yield file
-    except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-        # BadGzipFile and bz2's are OSErrors without a number.
+        with file, packed(file, name, "rb") as content:
+            kind = table_kind(path) if as_records else None
+            yield content if kind is None else JsonLines(content, kind, f"{flag} {path}")
+    except broken as error:
         if not isinstance(error, OSError) or (path.endswith(COMPRESSED) and error.errno is None):
             kind = "gzip" if path.endswith(".gz") else path.rpartition(".")[2]
             raise InputError(f"{path}: is no {kind} file, or only a part of one ({error})") from error
@@ -111,11 +136,11 @@ def _blocks(file: Any) -> Iterator[tuple[bytes, bytes]]:
         raw = _read(file)
 
 
-def survey(path: str) -> Survey:
-    """Counts the lines of INPUT."""
+def survey(path: str, as_records: bool = False) -> Survey:
+    """Counts the lines of INPUT, or the rows of a table with `as_records`."""
     digest = hashlib.sha256()
     lines, last = 0, b"\n"
-    with opened("INPUT", path) as file:
+    with opened("INPUT", path, as_records=as_records) as file:
         for raw, block in _blocks(file):
             digest.update(raw)
             lines += block.count(b"\n")
@@ -124,14 +149,18 @@ def survey(path: str) -> Survey:
 
 
 def read_chunks(
-    path: str, n_obs: int | None = None, lines: int = LINES_AT_ONCE, longest: int = sys.maxsize
+    path: str,
+    n_obs: int | None = None,
+    lines: int = LINES_AT_ONCE,
+    longest: int = sys.maxsize,
+    as_records: bool = False,
 ) -> Iterator[list[Line]]:
     """Yields the lines of INPUT up to number `n_obs`, in chunks of at most `lines` lines from one block.
 
     Chunks from a slow stream have the lines that have arrived. Lines of more than `longest` bytes are cut.
     """
     number, last = 0, sys.maxsize if n_obs is None else n_obs
-    with opened("INPUT", path) as file:
+    with opened("INPUT", path, as_records=as_records) as file:
         for ended in _ended_lines(file, longest):
             for start in range(0, len(ended), lines):
                 chunk = enumerate(ended[start : start + lines][: last - number], start=number + 1)
@@ -141,10 +170,10 @@ def read_chunks(
                     return  # without waiting for further lines
 
 
-def raw_lines(flag: str, path: str, longest: int = sys.maxsize) -> Iterator[bytes]:
-    """Yields the lines of a file without line feeds; lines longer than `longest` bytes may be cut after these."""
-    with opened(flag, path) as file:
-        for ended in _ended_lines(file, longest):
+def raw_lines(flag: str, path: str, as_records: bool = False) -> Iterator[bytes]:
+    """Yields the lines of a file without line feeds, or the rows of a table as JSON with `as_records`."""
+    with opened(flag, path, as_records=as_records) as file:
+        for ended in _ended_lines(file, sys.maxsize):
             yield from ended
 
 
@@ -171,12 +200,17 @@ def _ended_lines(file: Any, longest: int) -> Iterator[list[bytes]]:
 
 def check_writable(flag: str, path: str, sources: dict[str, str | None]) -> None:
     """Raises InputError if `path` cannot be written, or if writing it would destroy one of the other files."""
-    if path.endswith(".zst"):
-        check_packages("zstandard", needed_by=f"{flag} {path}")
-    if is_stream(path):
-        return
+    _check_zstd(flag, path)
     target = Path(os.path.realpath(path))
     try:
+        if (descriptor := descriptor_of(path)) is not None:
+            os.write(descriptor, b"")  # raises if it is closed, or open for reading only
+            same = (name for name, other in sources.items() if other and _is_open_file(descriptor, other))
+            if (other_flag := next(same, None)) is not None:
+                raise InputError(f"{flag} {path}: is the same file as {other_flag}")
+            return
+        if is_stream(path):
+            return
         if is_url(path):
             from fsspec.core import url_to_fs
 
@@ -200,6 +234,10 @@ def check_writable(flag: str, path: str, sources: dict[str, str | None]) -> None
         raise InputError(f"{flag} {path}: cannot be written ({error.strerror})") from error
     except (ImportError, ValueError) as error:  # a missing package, or a protocol that fsspec does not have
         raise InputError(f"{flag} {path}: {error}") from error
+
+
+def _is_open_file(descriptor: int, path: str) -> bool:
+    return os.path.isfile(path) and os.path.samestat(os.fstat(descriptor), os.stat(path))
 
 
 def sibling(path: Path, end: str) -> Path:
@@ -229,23 +267,32 @@ def write_all(descriptor: int, data: bytes) -> None:
             select.select([], [descriptor], [])
 
 
-@contextmanager
-def compressing(file: IO[bytes], name: str) -> Iterator[Any]:
-    """Yields a writer that compresses by the file's name; gzip stores no time, so equal records give equal bytes.
-
-    It may close `file` (zstandard does), and may only have `write`.
-    """
+def packed(file: IO[bytes], name: str, mode: Literal["rb", "wb"]) -> AbstractContextManager[Any]:
+    """Returns a file that decompresses or compresses by its name; equal contents become equal bytes."""
     if name.endswith(".gz"):
-        with GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0) as packed:
-            yield packed
-    elif name.endswith(COMPRESSED):
-        from fsspec.compression import compr
-        from fsspec.utils import infer_compression
+        return GzipFile(filename="", mode=mode, compresslevel=6, fileobj=file, mtime=0)
+    if name.endswith(".bz2"):
+        return BZ2File(file, mode)
+    if name.endswith(".xz"):
+        return lzma.LZMAFile(file, mode)
+    return _zstd().ZstdFile(file, mode) if name.endswith(".zst") else nullcontext(file)
 
-        with compr[infer_compression(name)](file, mode="wb") as packed:
-            yield packed
+
+def _zstd() -> Any:
+    """Returns Python's module for Zstandard, before 3.14 the package of the same functions.
+
+    Its reader raises for a part of a frame; the package zstandard takes that for the end of the file.
+    """
+    if sys.version_info >= (3, 14):
+        from compression import zstd
     else:
-        yield file
+        from backports import zstd
+    return zstd
+
+
+def _check_zstd(flag: str, path: str) -> None:
+    if path.endswith(".zst") and sys.version_info < (3, 14):
+        check_packages("backports.zstd", needed_by=f"{flag} {path}")
 
 
 def upload(path: Path, url: str, keeps: bool) -> None:

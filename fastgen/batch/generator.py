@@ -8,11 +8,14 @@ Tests: tests/batch/test_text_generator.py
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any
+
+import torch
 
 import fastgen
 from fastgen.batch.config import OTHER_NAMES, BatchConfig, generation_fields, settings_of_run
@@ -52,7 +55,8 @@ class Column(list[Any]):
 class TextGenerator:
     """Generates for many inputs with the command's pipeline: tokenising, batching by length, recovering from errors.
 
-    model: a local folder, a name on the hub, demo, or a model of transformers together with its `tokenizer`.
+    model: a local folder, a name on the hub, demo, or a model of transformers together with its `tokenizer`, which is
+    copied. After a call, each module of this model is in training or evaluation mode as before.
     settings: the command's flags by name, except OF_FILES (`beam=4`, `bs=16`, `task="speech-to-text"`,
     `causal_lm=True, chat=True`, …), and every field of GenerationConfig. With a `seed`, every call draws the same
     samples for the same inputs.
@@ -68,23 +72,29 @@ class TextGenerator:
         if not isinstance(model, str):
             if tokenizer is None:
                 raise InputError("tokenizer: is missing (accepted: the tokenizer of the model)")
-            loaded = Loaded(self._task.args, model.eval(), tokenizer)
+            # Padding, truncation and languages are set in the tokenizer.
+            loaded = Loaded(self._task.args, model, copy.deepcopy(tokenizer))
         fastgen.enable()
         self._task.load(loaded)
 
-    def __call__(self, inputs: Sequence[Any] | Mapping[str, Sequence[Any]]) -> Any:
+    def __call__(self, inputs: Any) -> Any:
         """Returns a record for each input, in order.
 
         Records are {"input_tokens": 5, "outputs": [{"text": …, "tokens": 7}]}, or have an "error". inputs: texts, lists
         of messages with chat=True, or paths of audio files, strings or Path objects; anything else is that input's
-        error. Columns, as passed by `datasets.map` (batched) and Ray Data's `map_batches`, are returned with the
-        records' fields as further columns; `text_field` names the column of inputs.
+        error. Columns are returned as a dictionary, with the records' fields as further columns; `text_field` names the
+        column of inputs. They are a mapping, as passed by `datasets.map` (batched) and Ray Data's `map_batches`, a
+        DataFrame, a table of pyarrow or a Dataset.
         """
-        if not isinstance(inputs, Mapping):
+        names = _columns(inputs)
+        if names is None:
             return list(self.iterate(inputs))
-        if self._text_field not in inputs:
-            raise InputError(f"text_field={self._text_field!r} is no column (accepted: {', '.join(inputs)})")
-        records = list(self.iterate(inputs[self._text_field]))
+        if self._text_field not in names:
+            accepted = ", ".join(map(str, names))
+            raise InputError(f"text_field={self._text_field!r} is no column (accepted: {accepted})")
+        columns = {name: inputs[name] for name in names}
+        columns = {name: each.to_pylist() if hasattr(each, "to_pylist") else each for name, each in columns.items()}
+        records = list(self.iterate(columns[self._text_field]))
         loaded = self._task.loaded
         output: dict[str, Any] = {"text": "", "tokens": 0}
         if loaded.settings.get("output_scores"):
@@ -93,12 +103,13 @@ class TextGenerator:
             output["segments"] = [{"start": 0.0, "end": 0.0, "text": ""}]
         examples = {"input_tokens": 0, "outputs": [output], "error": ""}
         added = {name: Column((record.get(name) for record in records), each) for name, each in examples.items()}
-        return {**inputs, **added}
+        return {**columns, **added}
 
     def iterate(self, inputs: Iterable[Any]) -> Iterator[dict[str, Any]]:
         """Yields the records of `inputs` in order while later inputs are processed; memory use does not grow."""
-        if isinstance(inputs, (str, bytes)):
-            raise TypeError("inputs is one text (accepted: a list of texts, of lists of messages, or of paths)")
+        if isinstance(inputs, (str, bytes)) or _columns(inputs) is not None:
+            what = "one text" if isinstance(inputs, (str, bytes)) else "a table"
+            raise TypeError(f"inputs is {what} (accepted: a list of texts, of lists of messages, or of paths)")
         args = self._task.args
         _, planner = self._task.notes()
         records: dict[int, dict[str, Any]] = {}
@@ -116,7 +127,7 @@ class TextGenerator:
             batches = pipeline.run(iter(prefetcher))
             is_over = False
             while not is_over:
-                with stock():
+                with stock(), _borrowed(self._task.loaded.model, args.seed):
                     is_over = next(batches, pipeline) is pipeline
                 if is_over or prefetcher.is_waiting:
                     pipeline.wait()
@@ -145,9 +156,40 @@ def _config(model: str, settings: dict[str, Any]) -> BatchConfig:
     return BatchConfig(model, **own, input_format="jsonl", output_format="jsonl", quiet=True)
 
 
+def _columns(inputs: Any) -> list[Any] | None:
+    """Returns the names of the columns of a mapping, DataFrame, table or Dataset; None for a sequence of inputs."""
+    names = inputs if isinstance(inputs, Mapping) else getattr(inputs, "column_names", getattr(inputs, "columns", None))
+    return None if names is None else list(names)
+
+
+@contextmanager
+def _borrowed(model: Any, seed: int | None) -> Iterator[None]:
+    """Puts a model in evaluation mode, and gives it and, with a seed, torch's random numbers back as they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    trains = any(is_training for _, is_training in modes)
+    devices = {weight.device for weight in model.parameters() if weight.is_cuda}
+    with nullcontext() if seed is None else torch.random.fork_rng(devices):
+        if trains:
+            model.eval()
+        try:
+            yield
+        finally:
+            if trains:
+                model.train(modes[0][1])
+                for module, is_training in modes:
+                    module.training = is_training
+
+
 def _chunks(inputs: Iterable[Any], size: int, takes_paths: bool = True) -> Iterator[list[Line]]:
     """Yields each input as a line, `size` at a time."""
     numbered = enumerate(inputs, start=1)
     while chunk := list(islice(numbered, size)):
-        paths = [os.fspath(value) if takes_paths and isinstance(value, os.PathLike) else value for _, value in chunk]
-        yield [Line(number, value=value) for (number, _), value in zip(chunk, paths)]
+        yield [Line(number, value=_plain(value, takes_paths)) for number, value in chunk]
+
+
+def _plain(value: Any, takes_paths: bool) -> Any:
+    """Returns an element of a column of pyarrow or NumPy as a value of Python's, and a path as a string."""
+    for convert in ("as_py", "tolist"):
+        if hasattr(value, convert):
+            return getattr(value, convert)()
+    return os.fspath(value) if takes_paths and isinstance(value, os.PathLike) else value

@@ -20,21 +20,24 @@ import json
 import os
 import zlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from io import FileIO
+from itertools import groupby
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from fastgen.batch import files
 from fastgen.batch.config import STREAM, BatchConfig
 from fastgen.batch.errors import InputError, RunError
+from fastgen.batch.lock import JournalLock
 from fastgen.batch.signature import differences
+from fastgen.reasons import counted
 
 if TYPE_CHECKING:
     from fastgen.batch.audio import SoundFolder
 
-VERSION = 5  # 5: inputs that equal any earlier one are generated once
+VERSION = 6  # 6: shards divide batches
 HINT = "OUTPUT is sorted from OUTPUT.part, which needs as much space again; the run can be resumed"
 
 
@@ -50,7 +53,7 @@ class Entry(NamedTuple):
 
 
 class StreamOutput:
-    """OUTPUT - or a device: writes records in the order of lines, as soon as possible, and stores nothing.
+    """OUTPUT -, /dev/fd/3 or a device: writes records in the order of lines, as soon as possible, and stores nothing.
 
     records, failures, generated: how many are complete, failed, and have outputs. signature: that of the
     resumed run. completed: what OUTPUT.run.json says of the run that completed OUTPUT. failed: with --retry_failed, the
@@ -65,7 +68,9 @@ class StreamOutput:
 
     def __init__(self, output: str) -> None:
         self._name = "standard output" if output == STREAM else output
-        self._descriptor = 1 if output == STREAM else os.open(output, os.O_WRONLY)
+        # A file to which a descriptor is redirected is not opened again: that would lose its place in it.
+        descriptor = files.descriptor_of(output)
+        self._descriptor = os.open(output, os.O_WRONLY) if descriptor is None else os.dup(descriptor)
         self._early: dict[int, Entry] = {}
 
     def check(self, signature: dict[str, Any]) -> bool:
@@ -95,7 +100,7 @@ class StreamOutput:
 
     def leave(self, resumable: bool = True) -> str:
         """Releases the output at any end of a run, and returns a line about what is kept; see `Journal.leave`."""
-        if self._descriptor > 1:
+        if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
         return ""
@@ -109,10 +114,8 @@ class StreamOutput:
 class Journal(StreamOutput):
     """The journal OUTPUT.part of one run, which holds its lock."""
 
-    def __init__(self, args: BatchConfig) -> None:
-        """Raises InputError if OUTPUT or OUTPUT.part may not be written, or cannot be resumed."""
-        from filelock import FileLock, Timeout
-
+    def __init__(self, args: BatchConfig, say: Callable[[str], None] = lambda said: None) -> None:
+        """Raises InputError if OUTPUT or OUTPUT.part may not be written, or cannot be resumed. say: prints problems."""
         output = args.output
         self._args, self._output, self._overwrite = args, output, args.overwrite
         # The files of a remote OUTPUT are in the current folder.
@@ -125,13 +128,7 @@ class Journal(StreamOutput):
         self._failed: set[int] = set()  # numbers of failed lines
         self._end = 0  # the end of the last batch, in bytes
         self._file: Any = None  # the journal while it is written
-        self._lock = FileLock(f"{self.path}.lock", timeout=0)
-        try:
-            self._lock.acquire()
-        except Timeout:
-            raise InputError(f"OUTPUT: another run is writing to {self.path} (wait for it, or end it)") from None
-        except OSError as error:
-            raise InputError(f"OUTPUT {output}: cannot be written ({error.strerror})") from error
+        self._lock = JournalLock(args, self.path, say)
         try:
             self._check()
         except BaseException:
@@ -190,6 +187,7 @@ class Journal(StreamOutput):
 
     def write(self, entries: list[Entry]) -> None:
         """Adds a batch: all of it or, with an OSError, nothing."""
+        self._lock.check()
         lines = [_line([*entry[:-1], entry.data[:-1].decode()]) for entry in entries]
         try:
             with files.named(self.path):
@@ -208,6 +206,7 @@ class Journal(StreamOutput):
         failed: the numbers of failed lines in `records`, with the places of their records from 0 on. After an OSError
         the journal is kept for --resume. Raises InputError if an OUTPUT has appeared that may not be replaced.
         """
+        self._lock.check()
         if self._exists() and not self._overwrite:
             resume = self._args.named("resume", True)
             raise InputError(f"{self._is_there()}, with {resume}; all records are in {self.path}")
@@ -231,9 +230,10 @@ class Journal(StreamOutput):
         self._discard()
 
     def _completes(self, digest: str, failed: dict[int, int]) -> dict[str, Any]:
-        """Returns the content of OUTPUT.run.json."""
+        """Returns the content of OUTPUT.run.json; a shard's also says which lines it has, for --merge."""
         counts = {"failures": self.failures, "records": self.records, "failed": failed}
-        return {"signature": self.signature, "sha256": digest} | counts
+        lines = {} if self._args.shard_id is None else {"lines": _ranges(self._offsets)}
+        return {"signature": self.signature, "sha256": digest} | counts | lines
 
     def leave(self, resumable: bool = True) -> str:
         """Keeps the journal, or, if no run can resume it, its sorted records; removes a journal of failures only.
@@ -241,23 +241,23 @@ class Journal(StreamOutput):
         Returns a line about what is kept. resumable: whether INPUT can be read again.
         """
         left = ""
-        if self._file is not None and not self.generated:
+        if self._lock.is_lost:
+            self._close()
+        elif self._file is not None and not self.generated:
             self._discard()
             if self._sounds is not None:
                 self._sounds.discard()
         elif self._file is not None and resumable:
             self._cut()
             self._close()
-            done = f"{self.records} lines are complete in {self.path}"
-            left = f"{done}; the same run with {self._args.named('resume', True)} resumes after them"
+            done = f"{counted(self.records, 'complete line')} in {self.path}"
+            left = f"{done}; the same run with {self._args.named('resume', True)} resumes after that"
         elif self._file is not None:
             path = files.sibling(self._target, ".incomplete")
             self._assemble(path)
             self._discard()
-            left = f"{self.records} records are in {path}; INPUT can be read only once, so no run can resume"
-        if self._lock.is_locked:
-            Path(self._lock.lock_file).unlink(missing_ok=True)
-            self._lock.release()
+            left = f"{counted(self.records, 'record')} in {path}; INPUT can be read only once, so no run can resume"
+        self._lock.release()
         return left
 
     def _load(self) -> None:
@@ -318,7 +318,7 @@ class Journal(StreamOutput):
         if records is None:
             records = (self._read(offset).data for offset in self._offsets if offset >= 0)
         with files.named(path):
-            with path.open("wb") as file, files.compressing(file, self._output) as packed:
+            with path.open("wb") as file, files.packed(file, self._output, "wb") as packed:
                 for record in records:
                     packed.write(record)
             with path.open("rb") as written:
@@ -362,6 +362,13 @@ class Journal(StreamOutput):
     def _is_there(self) -> str:
         overwrite = self._args.named("overwrite", True)
         return f"OUTPUT {self._output} already exists (accepted: another name, or {overwrite} to replace it)"
+
+
+def _ranges(offsets: Iterable[int]) -> list[tuple[int, int]]:
+    """Returns the first and the last number of each run of successive lines that have a record."""
+    numbers = (number for number, offset in enumerate(offsets) if offset >= 0)
+    runs = (list(run) for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]))
+    return [(run[0][1], run[-1][1]) for run in runs]
 
 
 def _line(payload: Any) -> bytes:

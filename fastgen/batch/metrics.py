@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,8 +16,11 @@ from fastgen.batch.config import BatchConfig
 from fastgen.batch.errors import InputError, check_packages
 from fastgen.batch.files import Line, raw_lines, write_whole
 from fastgen.batch.records import RecordError, decode, field, first_text, kind, parse
+from fastgen.reasons import counted
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
+# Scripts without spaces between words, as a class of the package regex.
+UNSPACED = r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}]"
 
 
 def references_of(args: BatchConfig, lines: int | None, counts_words: bool) -> list[str] | None:
@@ -42,7 +46,7 @@ def references_of(args: BatchConfig, lines: int | None, counts_words: bool) -> l
 def read_references(flag: str, path: str, reference_field: str | None = None) -> list[str]:
     """Returns the reference of each line: the lines of a UTF-8 file, or a field of its JSON records."""
     references = []
-    for number, raw in enumerate(raw_lines(flag, path), start=1):
+    for number, raw in enumerate(raw_lines(flag, path, reference_field is not None), start=1):
         try:
             reference = decode(Line(number, raw))
             if reference_field is not None and reference.strip():
@@ -72,22 +76,25 @@ def scores_of_output(
 def score(outputs: list[str], references: list[str], transcripts: bool = False) -> dict[str, Any]:
     """Returns the scores of `outputs` against as many `references`.
 
-    rouge1, rouge2, rougeL: mean F1 over the lines with stemming, 0 to 1. bleu, chrf: sacrebleu's corpus scores, 0 to
-    100, with signatures that say how they were computed. exact_match: the share of lines that are equal except for
+    rouge1, rouge2, rougeL: mean F1 over the lines, 0 to 1. bleu, chrf: sacrebleu's corpus scores, 0 to 100. Signatures
+    say how these were computed. exact_match: the share of lines that are equal except for
     white space at their ends, 0 to 1. lines: the number of scored lines, without those that are empty on both sides.
     wer, for transcripts: jiwer's corpus score, wrong words per word of the references, with case and punctuation.
     """
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu.metrics import BLEU, CHRF
 
-    rouge = RougeScorer(ROUGE_TYPES, use_stemmer=True)
     # A line that is empty on both sides has no words that ROUGE could count.
     pairs = [pair for pair in zip(outputs, references, strict=True) if any(text.strip() for text in pair)]
     if not pairs:
         return {"lines": 0}
     outputs, references = map(list, zip(*pairs, strict=True))
+    words = None if _are_latin(references) else UnicodeWords()
+    rouge = RougeScorer(ROUGE_TYPES, use_stemmer=True, tokenizer=words)
     line_scores = [rouge.score(target=reference, prediction=output) for output, reference in pairs]
     scores: dict[str, Any] = {name: fmean(line[name].fmeasure for line in line_scores) for name in ROUGE_TYPES}
+    tokenizer = "stem:porter|tok:rouge_score" if words is None else "stem:no|tok:unicode"
+    scores["rouge_signature"] = f"case:lc|{tokenizer}|version:{version('rouge_score')}"
     for name, metric in (("bleu", BLEU()), ("chrf", CHRF())):
         scores[name] = metric.corpus_score(outputs, [references]).score
         scores[f"{name}_signature"] = str(metric.get_signature())  # complete only after something was scored
@@ -99,7 +106,30 @@ def score(outputs: list[str], references: list[str], transcripts: bool = False) 
     return scores | {"exact_match": exact / len(pairs), "lines": len(pairs)}
 
 
+class UnicodeWords:
+    """The tokenizer of ROUGE for any script, since the package's own drops all characters but a to z and digits.
+
+    Tokens are runs of letters, marks and digits, and single characters of scripts without spaces.
+    """
+
+    def __init__(self) -> None:
+        import regex  # which sacrebleu needs, too
+
+        self._words = regex.compile(rf"(?V1){UNSPACED}\p{{M}}*|[[\p{{L}}\p{{M}}\p{{N}}\p{{Join_C}}]--{UNSPACED}]+")
+
+    def tokenize(self, text: str) -> list[str]:
+        return self._words.findall(text.lower())
+
+
+def _are_latin(references: list[str]) -> bool:
+    """Whether at least half of the letters of each reference are Latin, so that the package's tokenizer fits."""
+    import regex
+
+    letters, latin = regex.compile(r"\p{L}"), regex.compile(r"\p{Latin}")
+    return all(2 * len(latin.findall(text)) >= len(letters.findall(text)) for text in references)
+
+
 def _check_count(args: BatchConfig, references: list[str], lines: int) -> None:
     if len(references) != lines:
-        what = f"has {len(references)} lines, but INPUT {args.input} has {lines}"
+        what = f"has {counted(len(references), 'line')}, but INPUT {args.input} has {lines}"
         raise InputError(f"{args.setting('reference_path') or 'INPUT'}: {what}")

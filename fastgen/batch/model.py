@@ -1,14 +1,17 @@
 """Device, model and tokenizer of a run, and checks of their limits, which come before any traceback.
 
-Tests: tests/batch/test_settings.py, tests/batch/test_bad_input.py
+Tests: tests/batch/test_settings.py, tests/batch/test_bad_input.py, tests/batch/test_dates.py
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import string
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from textwrap import shorten
 from typing import Any
 
@@ -17,13 +20,25 @@ import transformers
 from transformers.models.auto import modeling_auto as auto
 from transformers.utils import logging as library_logging
 
-from fastgen.batch.config import BatchConfig
+from fastgen.batch.config import TODAY, BatchConfig
 from fastgen.batch.errors import InputError, reason
 from fastgen.batch.signature import misspelt, model_folder
 
 LONGEST_LIST = 100  # characters of names of weights in a message
 # Models that compute positions for any number of tokens; the number in the config is no limit.
 GROWING_POSITIONS = ("fsmt", "m2m_100", "nllb-moe", "xglm")
+# The name of the function by which a chat template reads the clock, and a macro of this name, with %s for a table that
+# turns the codes of strftime into text. The library passes only plain values to a template, no functions.
+CLOCK = "strftime_now"
+DATE_MACRO = r"""{% macro strftime_now(format) %}
+{% set date = namespace(text=format) %}
+{% for code, text in %s.items() %}
+{% if code in format %}
+{% set date.text = date.text | replace(code, text) %}
+{% endif %}
+{% endfor %}
+{{ date.text | replace("\0", "%") }}{% endmacro %}
+"""
 # Tokenizers without a limit have 10**30.
 NO_LIMIT = 10**9
 SPEECH_TO_SPEECH = {  # the library has no auto class for them
@@ -134,6 +149,35 @@ def prepare_tokenizer(args: BatchConfig, tokenizer: Any, padding_side: str | Non
             raise InputError(f"MODEL {args.model}: its tokenizer has neither a pad nor an eos token")
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = args.padding_side or padding_side or tokenizer.padding_side
+
+
+def set_date(loaded: Loaded) -> BatchConfig:
+    """Puts the run's date into the chat template, and returns the arguments with it; without it for other templates.
+
+    Raises InputError for a date that the template does not have, and for shards that would have several dates.
+    """
+    args, template = loaded.args, loaded.tokenizer.get_chat_template()
+    if CLOCK not in template:
+        if args.date not in (None, TODAY):
+            raise InputError(f"{args.setting('date')}: the chat template of MODEL {args.model} has no date")
+        return replace(args, date=None)
+    if args.date == TODAY:
+        now = datetime.now().isoformat(timespec="seconds")
+        if args.num_shards is not None:
+            why = f"the chat template of MODEL {args.model} has today's date, and shards may start on different days"
+            raise InputError(f"{args.setting('num_shards')}: {why} (accepted: with {args.named('date', now[:10])})")
+        loaded.notes.append(f"the date in prompts: {args.named('date', now)}")
+        args = replace(args, date=now)
+    if args.date is not None:  # without one, each call of the template reads the clock
+        loaded.tokenizer.chat_template = _dated(template, datetime.fromisoformat(args.date))
+    return args
+
+
+def _dated(template: str, date: datetime) -> str:
+    """Returns a chat template in which the macro takes the place of the library's function that reads the clock."""
+    codes = [f"%{flag}{letter}" for flag in ("", "-") for letter in string.ascii_letters]
+    table = {"%%": "\0"} | {code: date.strftime(code) for code in codes}
+    return DATE_MACRO.replace("%s", json.dumps(table), 1) + template
 
 
 @contextmanager

@@ -28,7 +28,7 @@ import torch
 from fastgen.batch.errors import RunError, Stop, reason
 from fastgen.batch.files import Line
 from fastgen.batch.journal import Entry
-from fastgen.batch.planner import Batch, GeneratedBatch, Item, Planner
+from fastgen.batch.planner import Batch, GeneratedBatch, Item, Plan
 from fastgen.batch.records import outputs_of
 from fastgen.batch.task import Task
 
@@ -91,15 +91,15 @@ class Ahead(Generic[T]):
 class Prefetcher(Ahead[Batch]):
     """The batches of a run that are not written yet, in the order for the model.
 
-    chunks: the lines of INPUT. written: returns the entry of a line that an earlier run has written. collates: whether
-    to make the batches' tensors; otherwise the process that generates does it.
+    chunks: the lines of INPUT. plan: cuts their items into batches. written: returns the entry of a line that an
+    earlier run has written. collates: whether to make the batches' tensors; otherwise the process that generates does.
     """
 
     def __init__(
         self,
         chunks: Iterator[list[Line]],
         task: Task,
-        planner: Planner,
+        plan: Plan,
         written: Callable[[int], Entry | None] = lambda number: None,
         collates: bool = True,
     ) -> None:
@@ -107,7 +107,7 @@ class Prefetcher(Ahead[Batch]):
         workers = task.args.preprocess_workers
         self._workers = ThreadPoolExecutor(workers, "fastgen-tokenise")
         self._prepared = Ahead(self._submitted(chunks), CHUNKS_PER_WORKER * workers, "fastgen-reader")
-        super().__init__(self._collated(planner), BATCHES_AHEAD, "fastgen-planner")
+        super().__init__(self._collated(plan), BATCHES_AHEAD, "fastgen-planner")
 
     def stop(self) -> None:
         """Discards what the model has not taken."""
@@ -141,8 +141,8 @@ class Prefetcher(Ahead[Batch]):
                 items[item.line.number] = item
             yield from (item for _, item in sorted(items.items()))
 
-    def _collated(self, planner: Planner) -> Iterator[Batch]:
-        for batch in planner(self._items()):
+    def _collated(self, plan: Plan) -> Iterator[Batch]:
+        for batch in plan(self._items()):
             written = {item.is_written for item in batch.items}
             if len(written) == 2:
                 raise RunError(f"OUTPUT.part has a part of batch {batch.number} only (remove it to start again)")

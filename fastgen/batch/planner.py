@@ -13,7 +13,7 @@ import hashlib
 import math
 import operator
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, repeat, takewhile
@@ -86,6 +86,9 @@ class Batch:
     head: int = 0
 
 
+Plan = Callable[[Iterable[Item]], Iterator[Batch]]  # cuts items, in the order of INPUT, into batches
+
+
 @dataclass(slots=True)
 class GeneratedBatch:
     """The model's outputs for some items. The R outputs of an item are adjacent, the best first."""
@@ -151,13 +154,14 @@ class Planner:
 
     def _batches(self, items: Iterator[Item]) -> Iterator[Batch]:
         """Yields batches without their numbers."""
-        waiting: list[Item] = []
         if not self.sorts:
+            before: list[Item] = []  # a copy of the last batch's first item, which loses its arrays when it is written
             for batch in self._cut(items):
-                head = common_head([*(waiting or batch)[:1], *batch]) if self.by_head else 0
+                head = common_head([*before, *batch]) if self.by_head else 0
+                before = [replace(batch[0])]
                 yield Batch(batch, [], 0, head=head)
-                waiting = batch
             return
+        waiting: list[Item] = []
         tokens = 0
         for item in items:
             waiting.append(item)

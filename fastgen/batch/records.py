@@ -2,7 +2,7 @@
 
 Python reads and writes JSON, and so determines how numbers look: 1E3 becomes 1000.0.
 
-Tests: tests/batch/test_records.py, tests/batch/test_openai.py
+Tests: tests/batch/test_records.py, tests/batch/test_openai.py, tests/batch/test_tables.py
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import codecs
 import json
 import math
 import re
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
@@ -27,6 +28,17 @@ LONGEST_RECORD = 1 << 24
 # The fields that OUTPUT adds to those of INPUT's record, which may contain, with a number, those of earlier runs.
 ADDED_FIELDS = ("input_tokens", "outputs", "error")
 Messages = list[dict[str, Any]]
+ANY = sys.float_info.max
+# Numbers in a body: the library's name of the setting, its type, the bounds, and their form in messages.
+NUMBERS: dict[str, tuple[str, type[int] | type[float], float, float, str]] = {
+    "max_tokens": ("max_new_tokens", int, 1, ANY, "a whole number, 1 or more"),
+    "max_completion_tokens": ("max_new_tokens", int, 1, ANY, "a whole number, 1 or more"),
+    "temperature": ("temperature", float, 0, ANY, "a number, 0 or more"),
+    "top_p": ("top_p", float, 0, 1, "a number from 0 to 1"),
+    "n": ("num_return_sequences", int, 1, 128, "1 to 128"),  # OpenAI's limit
+    "seed": ("seed", int, -(1 << 63), (1 << 63) - 1, "a whole number of 64 bits"),
+}
+OTHER_FIELDS = ("model", "messages", "stop")  # of a body
 SEPARATOR = "####"
 LONGEST_LIST = 100  # characters of names of fields in a message
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
@@ -35,6 +47,21 @@ WIDE_MARKS = {
     "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
     "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
 }
+# How files of other formats begin, what they are, and how they can be read.
+BINARY_FORMATS = (
+    (rb"PAR1[\0-\x1f]", "a Parquet table", "a name that ends with .parquet"),
+    (rb"ARROW1\0|\xff{4}", "an Arrow table", "a name that ends with .arrow"),
+    (
+        rb"\x1f\x8b|BZh\d1AY&SY|\xfd7zXZ\0|\x28\xb5\x2f\xfd",
+        "a compressed file",
+        "a name that ends with .gz, .bz2, .xz or .zst",
+    ),
+    (rb"RIFF.{4}WAVE|fLaC\0|OggS\0|ID3[\2-\4]\0|FORM.{4}AIF", "a sound", "UTF-8 text with a path in each line"),
+    (rb"PK\x03\x04", "a ZIP archive or an Excel table", "UTF-8 text, or .csv"),
+    (rb"%PDF-\d|SQLite format 3\0|\x89HDF|\x89PNG|\xff\xd8\xff", "a PDF, a database or an image", "UTF-8 text"),
+)
+# How JSON begins: an object, or the first line of a list or an object over several lines.
+_BEGINS_AS_JSON = re.compile(r'\s*(\{\s*"[^"]*"\s*:|\[\s*\{|[\[{]\s*$)')
 # JSON allows these characters in strings, but some programs end lines at them.
 _LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
@@ -78,6 +105,9 @@ def decode(line: Line) -> str:
 
     A character in which the line is cut is omitted. Raises RecordError.
     """
+    for beginning, what, accepted in BINARY_FORMATS if line.number == 1 else ():
+        if re.match(beginning, line.raw, re.DOTALL):
+            raise WrongKindError(f"begins like {what} (accepted: {accepted})")
     if line.number == 1 and (encoding := _wide_encoding(line.raw)) is not None:
         raise WrongKindError(f"is {encoding} text (accepted: UTF-8, as iconv -f {encoding} -t UTF-8 makes it)")
     try:
@@ -98,12 +128,18 @@ def _wide_encoding(raw: bytes) -> str | None:
     return "UTF-16" + ("LE" if raw[0] else "BE") if is_wide else None
 
 
+def looks_like_json(text: str) -> bool:
+    """Whether a text begins as JSON does."""
+    return _BEGINS_AS_JSON.match(text) is not None
+
+
 def parse(text: str) -> dict[str, Any]:
     """Returns the JSON object of a record. Raises RecordError for anything else."""
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:  # Python refuses deep nesting, and integers of thousands of digits
-        raise RecordError(f"is not JSON that can be read ({error})") from error
+        whole = "; accepted: an object per line, as jq -c writes them" if text.strip() in ("[", "{") else ""
+        raise RecordError(f"is not JSON that can be read ({error}{whole})") from error
     if not isinstance(record, dict):
         raise RecordError(f"is {kind(record)} (accepted: a JSON object)")
     return record
@@ -210,6 +246,11 @@ def quoted(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def ignored_fields(body: dict[str, Any]) -> list[str]:
+    """Returns the names of the fields of a request's body that change nothing here; null is no value."""
+    return sorted(name for name, value in body.items() if value is not None and name not in (*NUMBERS, *OTHER_FIELDS))
+
+
 def name_of(item: Item, args: BatchConfig) -> str:
     """Returns the name of a failed record, from its `id_field`; empty if it has none."""
     if args.id_field is not None:
@@ -248,16 +289,17 @@ def _jsonl(item: Item, args: BatchConfig) -> bytes:
     """
     if args.reads_records:
         with suppress(RecordError, RecursionError):
-            return _one_line(_own_fields(item.line) | fields_of(item))
+            record = _own_fields(item.line)
+            return _one_line(record | fields_of(item) | (_ignored(record) if args.input_format == "openai" else {}))
     return _one_line({"line": item.line.number} | fields_of(item))
 
 
 def _openai(item: Item, args: BatchConfig) -> bytes:
     """Returns a line of OpenAI's batch output format; `created` is 0, so that a repeated run writes the same bytes."""
-    custom_id: Any = None
+    request: dict[str, Any] = {}
     with suppress(RecordError):
-        custom_id = parse(decode(item.line)).get("custom_id")
-    named = {"id": f"batch_req_{item.line.number}", "custom_id": custom_id}
+        request = parse(decode(item.line))
+    named = {"id": f"batch_req_{item.line.number}", "custom_id": request.get("custom_id")}
     if item.error is not None or not item.outputs:
         error = {"code": "invalid_request", "message": item.error or "there is nothing in it"}
         return _one_line(named | {"response": None, "error": error})
@@ -268,8 +310,16 @@ def _openai(item: Item, args: BatchConfig) -> bytes:
     tokens = sum(output["tokens"] for output in item.outputs)
     usage = {"prompt_tokens": item.length, "completion_tokens": tokens, "total_tokens": item.length + tokens}
     body = {"id": f"chatcmpl-{item.line.number}", "object": "chat.completion", "created": 0, "model": args.model}
-    response = {"status_code": 200, "request_id": "", "body": body | {"choices": choices, "usage": usage}}
+    body |= {"choices": choices, "usage": usage, **_ignored(request)}
+    response = {"status_code": 200, "request_id": "", "body": body}
     return _one_line(named | {"response": response, "error": None})
+
+
+def _ignored(request: dict[str, Any]) -> dict[str, list[str]]:
+    """Returns the field of OUTPUT that names what was ignored of a request, if anything was."""
+    body = request.get("body")
+    names = ignored_fields(body) if isinstance(body, dict) else []
+    return {"ignored_fields": names} if names else {}
 
 
 def outputs_of(record: bytes, args: BatchConfig) -> tuple[list[dict[str, Any]], str | None]:

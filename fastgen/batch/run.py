@@ -7,6 +7,7 @@ Tests: tests/batch/test_run.py, tests/batch/test_bad_input.py
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import sys
@@ -18,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import fastgen
 from fastgen.batch import files, records, shards
-from fastgen.batch.config import STREAM, BatchConfig
-from fastgen.batch.errors import InputError, RunError, Stop
+from fastgen.batch.config import TODAY, BatchConfig
+from fastgen.batch.errors import InputError, RunError, Stop, check_device
 from fastgen.batch.journal import Entry, Journal, StreamOutput
 from fastgen.batch.metrics import references_of, scores_of_output
 from fastgen.batch.planner import Item
@@ -27,9 +28,12 @@ from fastgen.batch.retry import Retry
 from fastgen.batch.signature import signature, with_commit
 from fastgen.batch.task import Task, task_for
 from fastgen.config import CONFIG
+from fastgen.reasons import counted
 
 if TYPE_CHECKING:
     from fastgen.batch.workers import Workers
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ def run(args: BatchConfig, stop: Stop, progress: Progress) -> Outcome:
     surveyed = check_files(args)
     references = references_of(args, None if surveyed is None else surveyed.lines, task.counts_words)
     kind = Retry if args.retry_failed else Journal
-    output = StreamOutput(args.output) if files.is_stream(args.output) else kind(args)
+    is_stream = files.is_output_stream(args.output)
+    output = StreamOutput(args.output) if is_stream else kind(args, progress.say)
     try:
         earlier = output.completed or {}
         task.args = args = _as_before(args, output.signature or earlier.get("signature") or {})
@@ -85,15 +90,20 @@ def run(args: BatchConfig, stop: Stop, progress: Progress) -> Outcome:
             output.records, output.failures = earlier["records"], earlier["failures"]
         elif args.merge and isinstance(output, Journal):
             shards.merge(args, output)
-        elif output.failed is None and not task.speaks and _total(args, surveyed, output) == 0:
+            merged = f"{counted(output.records, 'record')} of {counted(args.num_shards, 'shard')}"
+            progress.line(f"{merged} merged into {args.output}, {output.failures} failed")
+        elif output.failed is None and not task.speaks and _lines(args, surveyed) == 0:
             output.begin(signed)
             output.complete()
             progress.line(f"0 lines in {args.input} are for this run: no model is loaded")
         else:
             _generate(task, surveyed, output, stop, progress)
             if output.failed is not None:
-                again = f"{len(output.failed)} failed lines were generated again"
-                progress.note(f"{again}, {output.failures} of them failed again")
+                again = f"{counted(len(output.failed), 'failed line')} generated again"
+                progress.note(f"{again}, {output.failures} failed again")
+        if args.shard_id is not None and not output.records:
+            why = f"INPUT has fewer batches than there are shards ({counted(_lines(args, surveyed) or 0, 'line')})"
+            progress.say(f"shard {args.shard_id} of {args.num_shards} is empty: {why}")
         scores = scores_of_output(args, references, output.records, task.counts_words)
         return Outcome(output.records, output.failures, scores)
     finally:
@@ -102,15 +112,17 @@ def run(args: BatchConfig, stop: Stop, progress: Progress) -> Outcome:
 
 def _generate(task: Task, surveyed: files.Survey | None, output: StreamOutput, stop: Stop, progress: Progress) -> None:
     """Sets up what runs in parallel to the model, and processes INPUT."""
+    args = task.args
+    if args.ray is None:  # a cluster has its own devices
+        check_device(args.setting("device"), args.device)
     from transformers.utils import logging as library_logging
 
-    args = task.args
     progress.line(f"loading {args.model}")
     # Workers run in parallel to the model; a tokenizer's own threads would take cores from it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     fastgen.enable()  # not `enabled()`, which would override a caller's `disabled()`
     stock = fastgen.disabled() if args.without_fastgen_opt else nullcontext()
-    only_records = redirect_stdout(sys.stderr) if args.output == STREAM else nullcontext()
+    only_records = redirect_stdout(sys.stderr) if files.descriptor_of(args.output) == 1 else nullcontext()
     with stock, only_records, ExitStack() as after:
         # A batch's outputs must not depend on earlier batches, which --resume does not generate again.
         after.callback(fastgen.configure, repeatable=CONFIG.repeatable)
@@ -141,13 +153,19 @@ def _go_through(
         task.load()
     else:
         workers.load(task)
-    args, total = task.args, _total(task.args, surveyed, output)
+    args = task.args
+    lines = _lines(args, surveyed)
+    share = shards.share_of(args, lines) if output.failed is None else None
+    total = lines if output.failed is None else len(output.failed)
+    if share is not None:
+        total = None  # known only when all batches are planned
+        progress.line(str(share))
     for note in task.loaded.notes:
         progress.line(note)
     signed = with_commit(signature(replace(args, prefix=asked.prefix), surveyed), task.loaded.model.config)
     output.begin(signed, task.sounds)
     if args.resume:
-        progress.note(f"resuming: {output.records} of {total} lines are already done")
+        progress.note(f"resuming: {output.records}{'' if total is None else f' of {total}'} lines are already done")
     if output.changes:
         progress.note(f"flags differ from those of the run that made OUTPUT: {'; '.join(output.changes)}")
     notes, planner = task.notes()
@@ -165,12 +183,15 @@ def _go_through(
 
     try:
         generate = SplitOnOOM(task, progress.say, args.seed)
-        ahead = Prefetcher(_chunks(task, output), task, planner, output.entry, collates=workers is None)
+        chunks = _chunks(task, output, lines)
+        chunks = chunks if share is None else share.chunks(chunks)
+        plan = planner if share is None else partial(share.batches, planner)
+        ahead = Prefetcher(chunks, task, plan, output.entry, collates=workers is None)
         elsewhere = None if workers is None else partial(workers.run, ahead=ahead, stop=stop)
         if workers is not None and args.verbose:
             progress.details = workers.rates
         Pipeline(task, generate, write, stop, elsewhere, output.failed is None).drain(ahead)
-        _complete(args, surveyed, output, total)
+        _complete(args, output)
     finally:
         progress.close()
         if left := output.leave(resumable=not files.is_stream(args.input)):
@@ -178,21 +199,18 @@ def _go_through(
     if task.sounds is not None:
         progress.note(f"the sounds are in {task.sounds.folder}")
     if unused := sorted(getattr(task.input, "unused", ())):
-        progress.note(f"fields of request bodies were ignored: {', '.join(unused)}")
+        progress.say(f"fields of request bodies were ignored: {', '.join(unused)}")
     if args.bs != asked.bs or args.batch_tokens != asked.batch_tokens:
         sizes = " ".join(filter(None, map(args.setting, ("bs", "batch_tokens"))))
         progress.line(f"batches, chosen for MODEL and this machine: {sizes}")
     if copied:
-        progress.line(f"{copied} inputs equal earlier ones, and were not generated again")
+        progress.line(f"not generated again, because an earlier one is equal: {counted(copied, 'input')}")
     progress.end()
 
 
-def _complete(args: BatchConfig, surveyed: files.Survey | None, output: StreamOutput, total: int | None) -> None:
-    """Completes OUTPUT. Raises InputError or RunError if INPUT has changed, or all inputs failed."""
-    if surveyed is not None and output.records != total:
-        had = f"it had {total} lines, and {output.records} could be read"
-        raise InputError(f"INPUT changed while it was read: {had}")
-    is_new = output.failed is None and not files.is_stream(args.output)
+def _complete(args: BatchConfig, output: StreamOutput) -> None:
+    """Completes OUTPUT. Raises RunError if all inputs failed."""
+    is_new = output.failed is None and not files.is_output_stream(args.output)
     if output.failures and not output.generated and is_new:
         raise RunError(f"every input failed ({output.failures}), so no OUTPUT is written")
     output.complete()
@@ -206,7 +224,7 @@ def _entry(item: Item, args: BatchConfig) -> Entry:
 
 def _with_first_line(args: BatchConfig) -> BatchConfig:
     """Returns the arguments adapted to INPUT's first line: see `_checked_first`."""
-    lines = next(files.read_chunks(args.input, 1, longest=records.LONGEST_RECORD), [])
+    lines = next(files.read_chunks(args.input, 1, longest=records.LONGEST_RECORD, as_records=args.reads_records), [])
     return _checked_first(lines[0], args) if lines else args
 
 
@@ -220,6 +238,9 @@ def _checked_first(line: files.Line, args: BatchConfig) -> BatchConfig:
     try:
         if not (is_record_of_file and line.cut):  # a cut line is only a failed input
             records.read_input(line, args)
+        if not args.reads_records and records.looks_like_json(records.decode(line)):
+            flag = args.named("input_format", "jsonl")
+            logger.warning("INPUT %s: line 1 looks like JSON, and is read as text (%s reads it)", args.input, flag)
     except records.RecordError as error:
         if is_record_of_file and isinstance(error, records.OpenAIRequestError) and args.text_field == "text":
             return _checked_first(line, replace(args, input_format="openai"))
@@ -235,26 +256,34 @@ def _as_before(args: BatchConfig, before: dict[str, Any]) -> BatchConfig:
     if args.bs is None and args.batch_tokens is None:
         bs, batch_tokens = (before.get(args.named(name)) for name in ("bs", "batch_tokens"))
         args = replace(args, bs=bs, batch_tokens=batch_tokens)
+    if args.chat and args.date in (None, TODAY):
+        args = replace(args, date=before.get(args.named("date")) if before else TODAY)
     seed = before.get(args.named("seed"), secrets.randbits(31))
     return args if args.seed is not None else replace(args, seed=seed)
 
 
-def _total(args: BatchConfig, surveyed: files.Survey | None, output: StreamOutput) -> int | None:
-    """Returns how many lines this run has; None if that is not known (yet)."""
-    if output.failed is not None:
-        return len(output.failed)
-    return args.n_obs if surveyed is None else shards.own_lines(surveyed.lines, args)
+def _lines(args: BatchConfig, surveyed: files.Survey | None) -> int | None:
+    """Returns how many lines INPUT has, up to --n_obs; None if it can be read only once, and no --n_obs is set."""
+    counts = [args.n_obs, None if surveyed is None else surveyed.lines]
+    return min((count for count in counts if count is not None), default=None)
 
 
-def _chunks(task: Task, output: StreamOutput) -> Iterator[list[files.Line]]:
-    """Yields the lines of this run. Raises InputError if the first line of a stream cannot be used."""
+def _chunks(task: Task, output: StreamOutput, lines: int | None) -> Iterator[list[files.Line]]:
+    """Yields the lines of this run.
+
+    Raises InputError if the first line of a stream cannot be used, or a file has not as many `lines` as before.
+    """
     args, failed = task.args, output.failed
-    chunks = files.read_chunks(args.input, args.n_obs, task.lines_at_once, longest=task.input.line_bytes)
-    for chunk in chunks if failed is not None else shards.own_chunks(chunks, args):
-        if files.is_stream(args.input) and chunk and chunk[0].number == 1:
+    is_stream, number = files.is_stream(args.input), 0
+    longest, as_records = task.input.line_bytes, args.reads_records
+    for chunk in files.read_chunks(args.input, args.n_obs, task.lines_at_once, longest, as_records):
+        if is_stream and number == 0:
             _checked_first(chunk[0], args)
-        if lines := [line for line in chunk if failed is None or line.number in failed]:
-            yield lines
+        number = chunk[-1].number
+        if own := [line for line in chunk if failed is None or line.number in failed]:
+            yield own
+    if not is_stream and number != lines:
+        raise InputError(f"INPUT changed while it was read: it had {lines} lines, and {number} could be read")
 
 
 def check_files(args: BatchConfig) -> files.Survey | None:
@@ -262,11 +291,14 @@ def check_files(args: BatchConfig) -> files.Survey | None:
 
     Raises InputError if a file cannot be used, or INPUT does not hold what the task reads.
     """
-    for name, path in (("INPUT", args.input), ("OUTPUT", args.output)):
-        if (flag := args.setting("retry_failed") or args.setting("resume")) and files.is_stream(path):
-            why = f"{flag} needs {name} to be a file, and {path} can be read only once"
-            raise InputError(f"{name} {path}: {why}")
-    surveyed = None if files.is_stream(args.input) else files.survey(args.input)
+    again = args.setting("retry_failed") or args.setting("resume")
+    scored = args.setting("reference_path") or args.setting("reference_field")
+    needs = {"INPUT": again if files.is_stream(args.input) else ""}
+    needs["OUTPUT"] = (again or scored) if files.is_output_stream(args.output) else ""
+    for name, path in zip(needs, (args.input, args.output)):
+        if flag := needs[name]:
+            raise InputError(f"{name} {path}: {flag} needs {name} to be a file, and {path} is a stream")
+    surveyed = None if files.is_stream(args.input) else files.survey(args.input, args.reads_records)
     if surveyed is not None and not args.reads_records:
         _with_first_line(args)
     sources = {"INPUT": args.input, args.named("reference_path"): args.reference_path}

@@ -145,9 +145,9 @@ def draws_by_row(loaded: Loaded, settings: dict[str, Any] | None = None) -> bool
     def value(name: str) -> Any:
         return settings[name] if settings is not None and name in settings else loaded.value(name)
 
-    is_sampling = value("do_sample") and (value("num_beams") or 1) == 1
     others = ("prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha", "dola_layers")
-    return bool(is_sampling) and not any(map(value, others)) and can_draw_by_row(loaded.model)
+    has_beams = (value("num_beams") or 1) > 1
+    return bool(value("do_sample")) and not any(map(value, others)) and can_draw_by_row(loaded.model, has_beams)
 
 
 def _reasons_of_prompts(loaded: Loaded) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from fastgen.batch.config import BatchConfig
+from fastgen.batch.config import TODAY, BatchConfig
 from fastgen.batch.errors import InputError
 from fastgen.batch.files import Survey
 
@@ -39,6 +39,8 @@ def signature(args: BatchConfig, survey: Survey | None) -> dict[str, Any]:
     names = {each.name for each in fields(args)} - {"gen", "named", *WITHOUT_EFFECT_ON_RECORDS}
     settings = {args.named(name): getattr(args, name) for name in sorted(names)}
     settings |= {args.named(name): value for name, value in args.gen}
+    if args.date == TODAY:  # not known until the model is loaded
+        settings[args.named("date")] = None
     model = {"MODEL": args.model}
     if (folder := model_folder(args.model)) is not None:
         files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.endswith(IGNORED_FILES))

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastgen.batch.config import AUDIO_OUT, TASKS, BatchConfig
 from fastgen.batch.errors import InputError, check_packages
-from fastgen.batch.files import LINES_AT_ONCE, Line, is_stream, is_url
+from fastgen.batch.files import LINES_AT_ONCE, Line, is_output_stream, is_url
 from fastgen.batch.planner import Batch, GeneratedBatch, Item, Planner, make_planner, with_batch_size
-from fastgen.optimizer.transformers import TESTED
+from fastgen.models import LOWEST
 from fastgen.patching.target import upgrade_reason
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ SOUNDS_AT_ONCE = 8  # in a batch: the number of frames, most of which a model jo
 
 def task_for(args: BatchConfig) -> Task:
     """Returns the task of the settings. Raises InputError for settings that do not go with it."""
-    if why := upgrade_reason(TESTED[0], "transformers"):
+    if why := upgrade_reason(LOWEST["transformers"], "transformers"):
         raise InputError(why)
     of_text = ChatTask if args.chat else CausalTask if args.causal_lm else TextTask
     task = OF_SOUND.get(args.task or "", of_text)(args)
@@ -82,7 +82,7 @@ class Task:
         asked = args.setting("task")
         if args.task not in TASKS and (near := get_close_matches(args.task or "", TASKS, cutoff=0.85)):
             raise InputError(f"{asked} is not known (did you mean {near[0]}?)")
-        for name, needed in (("chat", "causal_lm"), ("system", "chat")):
+        for name, needed in (("chat", "causal_lm"), ("system", "chat"), ("date", "chat")):
             if args.setting(name) and not args.setting(needed):
                 raise InputError(f"{args.setting(name)} needs {args.named(needed, True)}")
         kind = asked if args.task in OF_SOUND else args.setting("chat") or args.setting("causal_lm")
@@ -185,7 +185,7 @@ class Task:
         from fastgen.optimizer.decoding.call import setting
 
         settings = dict(settings)
-        if (seed := settings.pop("seed", None)) is not None:  # a request's own seed, for beams, in place of the batch's
+        if (seed := settings.pop("seed", None)) is not None:  # a request's own seed, in place of the batch's
             torch.manual_seed(seed[0])
         loaded, reuse = self.loaded, self._reuse
         inputs = {name: tensor.to(loaded.device) for name, tensor in batch.inputs.items()}
@@ -204,9 +204,11 @@ class Task:
             seeds = [item.seed or (run_seed, item.line.number) for item in items]
         if len(seeds) < len(items) or not draws_by_row(self.loaded, settings):
             return nullcontext()
-        samples = settings.get("num_return_sequences") or self.loaded.value("num_return_sequences") or 1
-        keys = [(*seed, sample) for seed in seeds for sample in range(samples)]
-        return drawing_by_row(self.loaded.model, RowDraws(keys, self.loaded.device))
+        outputs, beams = (
+            settings.get(name) or self.loaded.value(name) or 1 for name in ("num_return_sequences", "num_beams")
+        )
+        keys = [(*seed, sample) for seed in seeds for sample in range(1 if beams > 1 else outputs)]
+        return drawing_by_row(self.loaded.model, RowDraws(keys, self.loaded.device), beams > 1)
 
     def settings_of(self, item: Item) -> dict[str, Any]:
         """Returns the settings of generate for an item's group, in addition to the run's."""
@@ -249,6 +251,8 @@ class ChatTask(CausalTask):
     why_refused = "which has no encoder, and where the end of a conversation is where the answer begins"
 
     def specialize(self) -> None:
+        from fastgen.batch.model import set_date
+
         args, tokenizer = self.args, self.loaded.tokenizer
         chat = args.named("chat", True)
         if tokenizer.chat_template is None:
@@ -260,6 +264,7 @@ class ChatTask(CausalTask):
         except Exception as error:  # a template is a program that may raise anything
             why = f"the chat template of MODEL {args.model} refuses it ({error})"
             raise InputError(f"{args.setting('system') or chat}: {why}") from error
+        self.args = self.loaded.args = set_date(self.loaded)
         super().specialize()
 
     def settings_of(self, item: Item) -> dict[str, Any]:
@@ -327,7 +332,7 @@ class SpeakTask(Task):
     def validate(self) -> None:
         super().validate()
         args = self.args
-        if args.output_format != "jsonl" or is_stream(args.output) or is_url(args.output):
+        if args.output_format != "jsonl" or is_output_stream(args.output) or is_url(args.output):
             what = f"OUTPUT {args.output}" if args.output_format == "jsonl" else args.setting("output_format")
             raise InputError(f"{what} does not go with {args.setting('task')} (accepted: a file of JSON records)")
         output = os.path.realpath(args.output)

@@ -1,15 +1,14 @@
 """Text input and output: lines of INPUT through the tokenizer, and generated tokens back to text.
 
 A problem with a line is that line's error and does not stop other lines. Requests of OpenAI's batch format with the
-same settings share batches. A request that samples beams with its own seed has a batch to itself, because random
-numbers for beams depend on the other rows.
+same settings share batches. A request with its own seed has a batch to itself if its random numbers depend on the other
+rows.
 
 Tests: tests/batch/test_text.py, tests/batch/test_records.py, tests/batch/test_openai.py
 """
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import Any, ClassVar
 
@@ -30,16 +29,6 @@ CHARACTERS_PER_TOKEN = 16
 SHORTEST_LONG_TEXT = 1 << 18
 TOKENS_WITHOUT_LIMIT = 1 << 16  # if nothing limits the number of tokens
 TOKENIZER_RAISES = "cannot be tokenized"
-ANY = sys.float_info.max
-# Numbers in a body: the library's name of the setting, its type, the bounds, and their form in messages.
-NUMBERS: dict[str, tuple[str, type[int] | type[float], float, float, str]] = {
-    "max_tokens": ("max_new_tokens", int, 1, ANY, "a whole number, 1 or more"),
-    "max_completion_tokens": ("max_new_tokens", int, 1, ANY, "a whole number, 1 or more"),
-    "temperature": ("temperature", float, 0, ANY, "a number, 0 or more"),
-    "top_p": ("top_p", float, 0, 1, "a number from 0 to 1"),
-    "n": ("num_return_sequences", int, 1, 128, "1 to 128"),  # OpenAI's limit
-    "seed": ("seed", int, -(1 << 63), (1 << 63) - 1, "a whole number of 64 bits"),
-}
 
 
 class TextInput:
@@ -178,9 +167,9 @@ class Bodies:
     def settings(self, line: Line) -> tuple[list[list[Any]] | None, tuple[int, int] | None]:
         """Returns names and values of settings of generate, sorted, and the seed. Raises RecordError for bad ones."""
         body = records.parse(records.decode(line))["body"]
-        self.unused.update(name for name in body if name not in ("model", "messages", "stop", *NUMBERS))
+        self.unused.update(records.ignored_fields(body))
         settings: dict[str, Any] = {}
-        for name, (setting, kind, least, most, accepted) in NUMBERS.items():
+        for name, (setting, kind, least, most, accepted) in records.NUMBERS.items():
             if (value := body.get(name)) is not None:
                 is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
                 if not is_number or not least <= value <= most or kind(value) != value:

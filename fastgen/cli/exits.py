@@ -1,11 +1,11 @@
-"""The end of a command: exit statuses, and the signals that request it.
+"""The end of a command: exit statuses, the signals that request it, and a reader that leaves.
 
 On Ctrl-C or SIGTERM a run finishes its batch in flight, and ends in time whatever it is doing. Python raises
 KeyboardInterrupt between two of its instructions: without a deadline, a command inside one long call, or whose library
 swallows the exception (a bare `except` around an optional import), might never end.
 
 Tests: tests/cli/transformers/test_flags.py, tests/cli/transformers/test_ends.py,
-tests/cli/fairseq/test_cli_fairseq_ends.py
+tests/cli/fairseq/test_cli_fairseq_ends.py, tests/cli/test_reader_leaves.py
 """
 
 from __future__ import annotations
@@ -49,6 +49,24 @@ class Signals(Stop):
             raise KeyboardInterrupt
         with suppress(OSError):  # the pipe may be closed
             os.write(sys.stderr.fileno(), NOTICE)  # print could be in the middle of printing
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """A context that exits with READER_GONE, and no message, if the reader of the standard output is gone: `| head`.
+
+    Flushes what was printed, also before an exit such as that of --help: later a broken pipe could not be caught.
+    """
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:  # it is closed
+                sys.stdout.flush()
+    except BrokenPipeError:
+        # The rest of the buffer cannot be written: the interpreter must not try again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(READER_GONE)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def rows(monkeypatch):
 def test_equal_inputs_of_a_run_are_generated_once(tmp_path, bart, rows, capsys):
     records = [json.loads(line) for line in generate(tmp_path, bart, REPEATED, *BEAMS, "--output_format", "jsonl")]
     assert sum(rows) == len(LINES)
-    assert "9 inputs equal earlier ones, and were not generated again" in capsys.readouterr().err
+    assert "not generated again, because an earlier one is equal: 9 inputs" in capsys.readouterr().err
     assert [record.pop("line") for record in records] == list(range(1, 51))
     assert records[40:44] == [*records[:3], records[0]] and records[45:] == records[35:40]
     assert records[44]["outputs"] == []

@@ -101,7 +101,6 @@ ENDLESS = "without a length, outputs end at MODEL's last position, padding count
 NGRAMS = "encoder_no_repeat_ngram_size counts padding"
 SEQUENCES = "sequences of several tokens are looked for in padding"
 DEPENDENT = [
-    ("bart", "--do_sample --beam 2", "sampling draws all random numbers of a batch in a row"),
     ("gpt2", "--causal_lm --max_gen_length 60", "max_length counts padding"),
     ("gpt2", "--causal_lm --gen max_new_tokens=null", ENDLESS),
     ("gpt2", f"--causal_lm --min_gen_length 40 {LIKELY_END}", "min_length counts padding"),
@@ -165,9 +164,16 @@ def test_the_models_own_settings_and_those_of_a_file_count(models, tmp_path):
     (tmp_path / "settings.json").write_text('{"do_sample": true}')
     flags = f"--generation_config {tmp_path / 'settings.json'}"
     assert load(models, "bart", flags)[1] == []  # each line has its own random numbers
-    flags += " --beam 2"
-    assert load(models, "bart", flags)[1] == ["sampling draws all random numbers of a batch in a row"]
-    assert load(models, "bart", flags + " --gen do_sample=false")[1] == []
+    assert load(models, "bart", flags + " --beam 2")[1] == []
+    flags += " --gen encoder_no_repeat_ngram_size=1"
+    assert load(models, "bart", flags)[1] == [NGRAMS]
+
+
+def test_sampling_of_a_models_own_is_a_reason():
+    model = SimpleNamespace(config=transformers.WhisperConfig(), generation_config=transformers.GenerationConfig())
+    model.generation_config.update(do_sample=True)
+    loaded = Loaded(None, model, None)
+    assert settings.reasons_to_keep_file_order(loaded) == ["sampling draws all random numbers of a batch in a row"]
 
 
 def test_repetition_penalty_is_a_reason_if_it_changes_outputs(models, monkeypatch):

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from backports import zstd
 from cli_loop import write_lines
 from python_process import REPOSITORY, run_python
 
@@ -193,7 +194,10 @@ def test_references_can_be_a_field_of_records(tmp_path):
             read_references("INPUT", str(path), "a.b")
 
 
-@pytest.mark.parametrize(("end", "module", "kind"), [("gz", gzip, "gzip"), ("xz", lzma, "xz"), ("bz2", bz2, "bz2")])
+MODULES = [("gz", gzip, "gzip"), ("xz", lzma, "xz"), ("bz2", bz2, "bz2"), ("zst", zstd, "zst")]
+
+
+@pytest.mark.parametrize(("end", "module", "kind"), MODULES)
 def test_compressed_files_and_urls_are_read_as_their_contents(tmp_path, end, module, kind):
     plain, packed = tmp_path / "in", tmp_path / f"in.{end}"
     for data in CONTENTS:
@@ -202,13 +206,31 @@ def test_compressed_files_and_urls_are_read_as_their_contents(tmp_path, end, mod
         packed.write_bytes(module.compress(data[:half]) + module.compress(data[half:]))  # several members are allowed
         assert survey(str(packed)) == survey(str(plain)) == survey(f"file://{packed}")
         assert read_all(packed) == read_all(plain)
+    with pytest.raises(InputError, match=r"INPUT nothing://at\.all: "):
+        survey("nothing://at.all")
+
+
+@pytest.mark.parametrize(("end", "module", "kind"), MODULES)
+def test_a_part_of_a_compressed_file_is_one_clear_line(tmp_path, end, module, kind):
+    packed, lines = tmp_path / f"in.{end}", tmp_path / "lines"
     whole = module.compress(random.Random(0).randbytes(100_000))
-    for data in (b"plain text\n", whole[:-9], whole[:5000] + b"x" * 5000 + whole[10_000:]):
+    parts = [whole[: len(whole) // 2], whole[:-9], whole[:3], whole + whole[:30]]
+    for data in (b"plain text\n", whole[:5000] + b"x" * 50 + whole[10_000:], *parts):
         packed.write_bytes(data)
         with pytest.raises(InputError, match=f"{packed}: is no {kind} file, or only a part of one [(][A-Z]"):
             survey(str(packed))
-    with pytest.raises(InputError, match=r"INPUT nothing://at\.all: "):
-        survey("nothing://at.all")
+    lines.write_bytes(b"word1\n" * 1000)
+    packed.write_bytes(module.compress(lines.read_bytes())[:-9])
+    done = run_python("-m", "fastgen.cli.transformers.command", "demo", str(packed), str(tmp_path / "out"))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and f"is no {kind} file" in done.stderr
+
+
+@pytest.mark.parametrize(("end", "module", "kind"), [each for each in MODULES if each[0] in ("gz", "zst")])
+def test_junk_behind_a_compressed_file_is_no_silent_end(tmp_path, end, module, kind):
+    packed = tmp_path / f"in.{end}"
+    packed.write_bytes(module.compress(b"one\n") + b"two\n")
+    with pytest.raises(InputError, match=f"{packed}: is no {kind} file, or only a part of one"):
+        survey(str(packed))
 
 
 READ_STDIN = r"""

@@ -71,6 +71,19 @@ def test_in_file_order_a_head_is_common_to_two_batches():
     assert [batch.head for batch in batches] == [40, 40, 0, 62]
 
 
+@pytest.mark.parametrize("sorts", (True, False))
+def test_heads_do_not_depend_on_what_is_written(sorts):
+    """A written item has no arrays: the batch after it may be planned before or after that."""
+    planner = Planner(2, None, 99, sorts=sorts, by_head=True)
+    beginnings = [(7, 40)] * 4 + [(8, 64)] * 4
+    heads = []
+    for batch in planner(items(*beginnings)):
+        heads.append(batch.head)
+        for item in batch.items:
+            item.arrays, item.is_written = None, True
+    assert heads == [batch.head for batch in planner(items(*beginnings))]
+
+
 @pytest.mark.parametrize(
     ("lines", "prefix", "rows", "beams", "heads"),
     [

@@ -38,6 +38,32 @@ def test_scores_are_those_of_the_libraries():
     assert scores["lines"] == 4
 
 
+@pytest.mark.parametrize(
+    ("reference", "output", "rouge1", "rouge2"),
+    [
+        ("Он весит пять килограммов.", "он весит, шесть килограммов", 3 / 4, 1 / 3),
+        ("पूर्व प्रधानमन्त्री आए", "पूर्व मन्त्री आए", 2 / 3, 0),
+        ("他跑了3公里。", "他跑了5公里。", 5 / 6, 3 / 5),
+        ("สวัสดี", "สวัสดี ครับ", 2 * 4 / (4 + 7), 2 * 3 / (3 + 6)),
+        ("می‌روم خانه", "می‌رود خانه", 1 / 2, 0),
+        ("データ BERT を使う", "データ bert を使う", 1, 1),
+    ],
+)
+def test_rouge_counts_words_of_any_script(reference, output, rouge1, rouge2):
+    scores = metrics.score([output], [reference])
+    assert (scores["rouge1"], scores["rouge2"]) == (pytest.approx(rouge1), pytest.approx(rouge2))
+    assert scores["rouge_signature"].startswith("case:lc|stem:no|tok:unicode|version:")
+    assert metrics.score([reference], [reference])["rougeL"] == 1
+
+
+def test_the_references_alone_choose_the_words_of_rouge():
+    latin = ["A dose of 5 μg of β-blockers", "Él pesó más", "42"]
+    of_package = metrics.score(latin, latin)["rouge_signature"]
+    assert of_package.startswith("case:lc|stem:porter|tok:rouge_score|version:")
+    assert metrics.score(["Он весит", "他", "५"], latin)["rouge_signature"] == of_package
+    assert metrics.score(latin, ["он", *latin[1:]])["rouge_signature"] != of_package
+
+
 def test_scores_are_printed_and_written(tmp_path, bart, capsys):
     source, output, saved = write_lines(tmp_path / "in", [LINES[0], "", *LINES[1:]]), tmp_path / "out", tmp_path / "s"
     assert command(bart, source, output, "--beam", 2) == 0
@@ -52,7 +78,7 @@ def test_scores_are_printed_and_written(tmp_path, bart, capsys):
     assert json.loads(saved.read_text())["exact_match"] == pytest.approx(1 / 5)
     printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     corpus = ["bleu", "bleu_signature", "chrf", "chrf_signature"]
-    assert list(printed) == ["rouge1", "rouge2", "rougeL", *corpus, "exact_match", "lines"]
+    assert list(printed) == ["rouge1", "rouge2", "rougeL", "rouge_signature", *corpus, "exact_match", "lines"]
     assert (printed["exact_match"], printed["lines"]) == ("0.2000", "5")
     # The first of several outputs counts, its score does not; and only as many lines as --n_obs allows.
     several = ("--num_return_sequences", 2, "--join_outputs", "--output_sequence_scores", "--n_obs", 3)
@@ -88,5 +114,5 @@ def test_references_may_be_records_of_any_file(tmp_path, bart, capsys, monkeypat
     assert scores == [metrics.score(outputs, LINES[:4])] * 3
     capsys.readouterr()
     assert command(bart, "in.jsonl", "other.txt", "--reference_path", "references.jsonl.gz") == 2
-    assert "--reference_path references.jsonl.gz holds JSON records (needs --reference_field" in capsys.readouterr().err
+    assert "--reference_path references.jsonl.gz holds records (needs --reference_field" in capsys.readouterr().err
     assert not Path("other.txt").exists()

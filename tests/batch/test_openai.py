@@ -75,6 +75,19 @@ def test_requests_are_recognised_and_bodies_are_applied(chat, tmp_path, capsys):
     assert "fields of request bodies were ignored: logprobs, user" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("output_format", ["openai", "jsonl"])
+def test_ignored_fields_are_named_in_records_and_if_quiet(chat, tmp_path, capsys, output_format):
+    applied = {"max_tokens": 3, "temperature": 0, "seed": 1, "n": 1, "stop": ["x"], "top_p": 1, "user": None}
+    ignored = {"tools": [], "response_format": {"type": "json_object"}, "logprobs": False}
+    requests = [request("a", "word1", **applied), request("b", "word1", **applied, **ignored)]
+    records = run(chat, tmp_path, requests, "--output_format", output_format, "--quiet")
+    plainly, other = (record["response"]["body"] if output_format == "openai" else record for record in records)
+    assert "ignored_fields" not in plainly and other["ignored_fields"] == ["logprobs", "response_format", "tools"]
+    said = capsys.readouterr().err
+    assert said.endswith(": fields of request bodies were ignored: logprobs, response_format, tools\n")
+    assert said.count("\n") == 1
+
+
 def test_other_formats_keep_the_fields_of_requests(chat, tmp_path):
     requests = [request("a", "word1 word2"), request("b", "word3")]
     answers = run(chat, tmp_path, requests)

@@ -13,7 +13,6 @@ from cli_models import POSITIONS, WORDS, sentences
 import fastgen
 from fastgen.batch import files
 from fastgen.batch.files import Survey
-from fastgen.batch.pipeline import batch_seed
 
 LINES = sentences(70)
 
@@ -67,14 +66,22 @@ def test_samples_of_a_line_depend_on_the_seed_and_its_number(tmp_path, gpt2):
         assert [[output["text"] for output in record["outputs"]] for record in records] == expected
 
 
-def test_sampled_beams_are_those_of_a_loop_that_seeds_batches(tmp_path, gpt2):
-    settings = {"do_sample": True, "num_beams": 2, "max_new_tokens": 5}
-    texts = []
-    for start in range(0, 10, 4):
-        torch.manual_seed(batch_seed(3, start // 4))
-        texts += plain_loop(gpt2, LINES[start : min(start + 4, 10)], 4, causal_lm=True, **settings)
-    flags = ("--causal_lm", "--do_sample", "--beam", 2, "--max_new_tokens", 5, "--seed", 3, "--bs", 4)
-    assert generate(tmp_path, gpt2, LINES[:10], *flags) == texts
+def test_sampled_beams_depend_on_the_seed_and_the_line(tmp_path, gpt2, capsys):
+    """Also the beams of a model's own configuration."""
+    shutil.copytree(gpt2, tmp_path / "model")
+    config = tmp_path / "model" / "generation_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_beams": 2}))
+    flags = ("--causal_lm", "--do_sample", "--max_new_tokens", 5, "--seed", 3, "--output_format", "jsonl")
+
+    def outputs(*others: object) -> list[list[Any]]:
+        lines = generate(tmp_path, tmp_path / "model", LINES[:10], *flags, *others)
+        return [[output["text"] for output in json.loads(line)["outputs"]] for line in lines]
+
+    expected = outputs("--bs", 4)
+    assert "keep the order of INPUT" not in capsys.readouterr().err
+    for others in (("--bs", 10), ("--bs", 3, "--window", 0), ("--bs", 1, "--without_fastgen_opt")):
+        assert outputs(*others) == expected
+    assert outputs("--bs", 4, "--seed", 4) != expected
 
 
 def test_jsonl_holds_fields_outputs_scores_and_lengths(tmp_path, bart):
@@ -189,7 +196,7 @@ def test_a_model_that_always_fails_ends_a_run_that_can_resume(tmp_path, bart, mo
 
 def test_input_that_ends_early_completes_no_output(tmp_path, bart, monkeypatch, capsys):
     source, output = write_lines(tmp_path / "in", LINES), tmp_path / "out"
-    monkeypatch.setattr(files, "survey", lambda path: Survey(len(LINES) + 1, "the sum of a longer file"))
+    monkeypatch.setattr(files, "survey", lambda path, as_records: Survey(len(LINES) + 1, "the sum of a longer file"))
     assert command(bart, source, output) == 2
     assert "INPUT changed while it was read: it had 71 lines, and 70 could be read" in capsys.readouterr().err
     assert not output.exists()

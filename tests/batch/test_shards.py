@@ -3,16 +3,22 @@
 import gzip
 import json
 import os
+import random
 from pathlib import Path
 
 import pytest
 from cli_loop import command, interrupted_after, write_lines
 from cli_models import WORDS, save_llama, sentences
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from fastgen.batch.errors import InputError
-from fastgen.batch.shards import of_launcher, output_of, place
+from fastgen.batch.files import Line
+from fastgen.batch.planner import Item, Planner
+from fastgen.batch.shards import Share, of_launcher, output_of, place
 from fastgen.batch.task import Task
 from fastgen.cli.transformers.args import parse_arguments
+from fastgen.reasons import counted
 from fastgen.testing import configured
 
 # Two blocks of 64 lines and a part of one, with lines that need no model and lines that fail.
@@ -36,11 +42,13 @@ def run_shards(model: Path, source: Path, output: Path, shards: int, *flags: obj
     return [run(model, source, output, *flags, *shard) for shard in each]
 
 
-@pytest.mark.parametrize("shards", [2, 7])
-def test_shards_write_what_one_run_writes(bart, source, tmp_path, shards):
+@pytest.mark.parametrize("shards", [1, 2, 7])
+def test_shards_write_what_one_run_writes(bart, source, tmp_path, capsys, shards):
     assert run(bart, source, tmp_path / "one", *FLAGS) == 1  # a line fails
     assert sum(run_shards(bart, source, tmp_path / "out", shards, *FLAGS)) == 1  # in one of them
-    assert run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", shards, "--merge") == 1
+    assert command(bart, source, tmp_path / "out", *FLAGS, "--num_shards", shards, "--merge") == 1
+    wrote = f"{len(LINES)} records of {counted(shards, 'shard')} merged into {tmp_path / 'out'}, 1 failed\n"
+    assert wrote in capsys.readouterr().err
     assert (tmp_path / "out").read_bytes() == (tmp_path / "one").read_bytes()
     merged, single = (json.loads((tmp_path / f"{name}.run.json").read_bytes()) for name in ("out", "one"))
     del merged["signature"]["--seed"], single["signature"]["--seed"]  # drawn
@@ -51,7 +59,8 @@ def test_samples_of_shards_are_those_of_one_run(gpt2, source, tmp_path, capsys):
     single, output = tmp_path / "one.txt.gz", tmp_path / "out.txt.gz"
     run(gpt2, source, single, *SAMPLING)
     run_shards(gpt2, source, output, 3, *SAMPLING)
-    assert len(gzip.decompress((tmp_path / "out-00001-of-00003.txt.gz").read_bytes()).splitlines()) == 46
+    parts = [gzip.decompress((tmp_path / f"out-0000{shard}-of-00003.txt.gz").read_bytes()) for shard in range(3)]
+    assert [part.count(b"\n") for part in parts] == [46, 48, 48]
     run(gpt2, source, output, *SAMPLING, "--num_shards", 3, "--merge")
     assert output.read_bytes() == single.read_bytes()
     # A merged output is recognised like that of one run.
@@ -67,7 +76,7 @@ def test_merge_names_shards_that_are_missing_or_differ(bart, source, tmp_path, c
     capsys.readouterr()
     assert run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", 4, "--merge") == 2
     missing = ", ".join(str(tmp_path / f"out-0000{shard}-of-00004") for shard in (1, 2, 3))
-    assert f"3 of 4 shards are not complete: {missing}\n" in capsys.readouterr().err
+    assert f"not complete: 3 of 4 shards, {missing}\n" in capsys.readouterr().err
     for shard, beam in (0, 2), (1, 3):
         other = ("--bs", "4", "--beam", beam, "--num_shards", 2, "--shard_id", shard, "--output_format", "jsonl")
         run(bart, source, tmp_path / "out", *other)
@@ -117,6 +126,12 @@ def array(task: int, *tasks: int) -> dict[str, str]:
         (array(6, *range(0, 8, 2)), (6, None)),
         (TORCHRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, (3, 8)),  # torchrun inside srun
         ({"JOB_COMPLETION_INDEX": "4"}, (4, None)),
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, (0, 1)),  # one process of `accelerate launch`
+        (TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}, (3, 8)),
+        (array(3, *range(5)) | {"ACCELERATE_MIXED_PRECISION": "no"}, (3, 5)),
+        ({"RANK": "", "WORLD_SIZE": "", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}, (2, 4)),
+        ({"RANK": "0", "WORLD_SIZE": "", "SLURM_ARRAY_TASK_ID": ""}, (0, 1)),
+        (dict.fromkeys(("RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX"), ""), None),
     ],
 )
 def test_auto_takes_the_numbers_of_the_launcher(environ, expected):
@@ -157,6 +172,9 @@ def test_launchers_are_read_with_auto_only():
         (AUTO, array(3, 3, 6), "SLURM_ARRAY_TASK_ID=3, SLURM_ARRAY_TASK_MIN=3"),
         (("--num_shards", "auto", "--shard_id", "0"), array(1, 1, 2, 3), "--num_shards N, or a whole Slurm array"),
         (AUTO, {"JOB_COMPLETION_INDEX": "4"}, "JOB_COMPLETION_INDEX=4 does not say how many shards there are"),
+        (AUTO, {"RANK": "zero", "WORLD_SIZE": "2"}, "auto: RANK=zero is no number (accepted: a whole number"),
+        (AUTO, {"RANK": "-1", "WORLD_SIZE": "2"}, "auto: RANK=-1 is no number"),
+        (AUTO, {"RANK": "0", "WORLD_SIZE": "2.5"}, "auto: WORLD_SIZE=2.5 is no number"),
         (("--num_shards", "2", "--shard_id", "1", "--reference_path", "r"), {}, "--reference_path r does not go with"),
     ],
 )
@@ -183,13 +201,85 @@ def test_the_name_of_a_shard_keeps_its_suffixes(output, expected):
     assert output_of(output, 3, 8) == expected
 
 
-def test_a_shard_without_lines_loads_no_model(bart, source, tmp_path, monkeypatch):
-    """The input has three blocks of lines."""
+def test_an_empty_shard_says_so_even_if_quiet(bart, source, tmp_path, capsys):
+    flags = ("--bs", "200", "--num_shards", 3)  # one batch
+    assert run(bart, source, tmp_path / "out", *flags, "--shard_id", 0) == 0
+    said = capsys.readouterr().err
+    assert "shard 0 of 3 is empty: INPUT has fewer batches than there are shards (142 lines)" in said
+    assert (tmp_path / "out-00000-of-00003").read_bytes() == b""
+    assert run(bart, source, tmp_path / "out", *flags, "--shard_id", 1) == 0
+    assert run(bart, source, tmp_path / "out", *flags, "--shard_id", 2) == 1  # a line fails
+    assert run(bart, source, tmp_path / "out", *flags[2:], "--merge") == 1
+    assert len((tmp_path / "out").read_bytes().splitlines()) == 142
+
+
+def test_input_without_lines_loads_no_model(bart, source, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Task, "load", lambda self: pytest.fail("the model is loaded"))
-    assert run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", 4, "--shard_id", 3) == 0
-    assert (tmp_path / "out-00003-of-00004").read_bytes() == b""
     source.write_bytes(b"")
     assert run(bart, source, tmp_path / "none") == 0 and (tmp_path / "none").read_bytes() == b""
+    assert capsys.readouterr().err == ""
+    assert run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", 4, "--shard_id", 3) == 0
+    assert (tmp_path / "out-00003-of-00004").read_bytes() == b""
+    assert "shard 3 of 4 is empty" in capsys.readouterr().err
+
+
+def lines_of_each(lines: int, rows: int, shards: int, planner: Planner | None = None) -> list[list[int]]:
+    """Returns the numbers of the lines of each shard, of INPUT with lines of 1 to 50 tokens."""
+    planner = planner or Planner(rows, None, 16 * rows)
+    each = []
+    for shard in range(shards):
+        share = Share(shard, shards, planner.window, lines, 1 if planner.window % rows else rows)
+        draw = random.Random(1)
+        chunk = [Line(number, b"") for number in range(1, lines + 1)]
+        lengths = [draw.randint(1, 50) for _ in chunk]
+        chunks = share.chunks(chunk[start : start + 64] for start in range(0, lines, 64))
+        items = [Item(line, length=lengths[line.number - 1]) for own in chunks for line in own]
+        batches = [*share.batches(planner, items)]
+        each.append([item.line.number for batch in batches for item in (*batch.items, *batch.others)])
+    return each
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 900), st.integers(1, 9), st.integers(1, 12))
+@example(200, 16, 2)
+@example(10_000, 64, 8)
+def test_shards_have_equal_shares_to_a_batch(lines, rows, shards):
+    each = lines_of_each(lines, rows, shards)
+    assert sorted(number for own in each for number in own) == list(range(1, lines + 1))
+    counts = list(map(len, each))
+    assert max(counts) - min(counts) <= rows
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.integers(0, 300), st.integers(1, 9), st.integers(1, 9), st.integers(1, 40), st.none() | st.integers(1, 200)
+)  # fmt: skip
+def test_each_line_is_in_one_shard(lines, rows, shards, window, padded_tokens):
+    each = lines_of_each(lines, rows, shards, Planner(rows, padded_tokens, window, window_tokens=300))
+    assert sorted(number for own in each for number in own) == list(range(1, lines + 1))
+    assert all(abs(len(own) - lines / shards) < 2 * rows for own in each)
+
+
+def test_resumed_shards_of_equal_inputs_give_one_runs_output(bart, tmp_path):
+    """All share a window, in which lines equal lines of other shards."""
+    lines = [*sentences(30), *sentences(20), "", *sentences(13, seed=2)]
+    source = write_lines(tmp_path / "in.txt", lines)
+    assert run(bart, source, tmp_path / "one", *FLAGS) == 0
+    with interrupted_after(2):
+        assert run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", 4, "--shard_id", 1) == 130
+    assert run_shards(bart, source, tmp_path / "out", 4, *FLAGS, "--resume") == [0, 0, 0, 0]
+    assert run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", 4, "--merge") == 0
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "one").read_bytes()
+
+
+def test_a_shard_of_an_earlier_version_is_not_merged(bart, source, tmp_path, capsys):
+    run_shards(bart, source, tmp_path / "out", 2, *FLAGS)
+    run_json = tmp_path / "out-00001-of-00002.run.json"
+    content = json.loads(run_json.read_bytes())
+    del content["lines"]
+    run_json.write_text(json.dumps(content))
+    assert run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", 2, "--merge") == 2
+    assert "out-00001-of-00002 is of an earlier version" in capsys.readouterr().err
 
 
 def test_scores_of_shards_and_of_resumed_runs_are_bit_equal(tmp_path):

@@ -14,9 +14,7 @@ from fastgen.batch.planner import Batch, Item, Planner
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < end, "what is waited for did not happen within a minute"
         time.sleep(0.01)
 
 

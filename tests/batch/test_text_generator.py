@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from cli_loop import command, plain_loop, write_lines
-from cli_models import WORDS, sentences
+from cli_models import WORDS, copy_with_template, sentences
 from python_process import run_code
 
 import fastgen
@@ -49,6 +50,37 @@ def test_columns_are_returned_with_their_outputs(bart):
     batch = generator(columns)
     assert list(batch) == ["article", "id", "input_tokens", "outputs", "error"] and batch["id"] == columns["id"]
     assert [outputs[0]["text"] for outputs in batch["outputs"]] == plain_loop(bart, LINES[:5], 5)
+
+
+def test_tables_are_columns(bart):
+    datasets, pandas, pyarrow = map(pytest.importorskip, ("datasets", "pandas", "pyarrow"))
+    generator = fastgen.TextGenerator(bart, bs=4)
+    columns = {"text": [*LINES[:4], None], "id": [5, 4, 3, 2, 1]}
+    expected = generator(columns)
+    frame = pandas.DataFrame(columns)
+    tables = pyarrow.table(columns), pyarrow.RecordBatch.from_pydict(columns), datasets.Dataset.from_dict(columns)
+    for table in (frame, frame.convert_dtypes(), *tables):
+        batch = generator(table)
+        assert list(batch) == list(expected) and list(batch["id"]) == columns["id"]
+        assert batch["outputs"] == expected["outputs"] and batch["input_tokens"] == expected["input_tokens"]
+        assert [error is None for error in batch["error"]] == [True] * 4 + [False]
+        assert texts(generator(table["text"])) == texts(generator(columns["text"]))  # a column of it is a list
+        with pytest.raises(TypeError, match="inputs is a table"):
+            next(generator.iterate(table))
+    with pytest.raises(InputError, match=r"^text_field='text' is no column .accepted: 0, 1.$"):
+        generator(pandas.DataFrame([LINES[:2]]))
+
+
+def test_messages_of_a_table_are_conversations(gpt2, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    folder = copy_with_template(gpt2, tmp_path / "chat", "{{ messages[0]['content'] }}")
+    generator = fastgen.TextGenerator(folder, causal_lm=True, chat=True)
+    conversations = [[{"role": "user", "content": line}] for line in LINES[:3]]
+    expected = plain_loop(gpt2, LINES[:3], 3, causal_lm=True)
+    arrays = np.empty(3, object)
+    arrays[:] = [np.array(each) for each in conversations]  # as pandas reads them from a file
+    for column in (conversations, arrays, pyarrow.array(conversations)):
+        assert texts(generator(column)) == expected
 
 
 def test_a_stream_is_processed_while_it_is_read(bart):
@@ -91,6 +123,25 @@ def test_a_loaded_model_is_accepted_with_its_tokenizer(gpt2):
     assert samples(LINES) == samples(LINES)
     with pytest.raises(InputError, match="tokenizer: is missing"):
         fastgen.TextGenerator(model)
+
+
+def test_the_callers_model_and_tokenizer_are_as_before(gpt2):
+    model = transformers.AutoModelForCausalLM.from_pretrained(gpt2).train()
+    model.transformer.ln_f.eval()  # a part that is not trained
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gpt2, padding_side="right")
+
+    def state() -> list:
+        modes = {name: module.training for name, module in model.named_modules()}
+        return [modes, tokenizer.padding_side, tokenizer.pad_token, torch.get_rng_state().tolist()]
+
+    before, settings = state(), {"causal_lm": True, "seed": 3, "max_new_tokens": 5, "max_tokenizer_length": 9, "bs": 4}
+    generator = fastgen.TextGenerator(model, tokenizer=tokenizer, **settings)
+    assert state() == before
+    lines = [line for line in LINES if len(line.split()) < 10]
+    expected = plain_loop(gpt2, lines, 4, causal_lm=True, max_new_tokens=5)  # without dropout
+    for record, text in zip(generator.iterate(lines), expected, strict=True):
+        assert record["outputs"][0]["text"] == text and state() == before
+    assert len(tokenizer(" ".join(WORDS[:20]))["input_ids"]) == 20
 
 
 @pytest.mark.parametrize(
@@ -147,6 +198,14 @@ def test_a_row_that_the_model_fails_for_has_the_error(bart, monkeypatch):
     generator = fastgen.TextGenerator(bart, bs=1, window=0)
     expected = [{"outputs": [], "error": "cannot be generated for (ValueError: this cannot be)"}] * 5
     assert generator(LINES[:5]) == expected == [*generator(LINES[:2]), *generator(LINES[2:5])]
+
+
+@pytest.mark.parametrize("kind", ["numpy", "pandas", "arrow"])
+def test_each_format_of_datasets_is_accepted(bart, kind):
+    datasets = pytest.importorskip("datasets")
+    plain = datasets.Dataset.from_dict({"text": LINES[:5]}).with_format(kind)
+    generated = plain.map(fastgen.TextGenerator(bart, bs=4), batched=True, batch_size=3, load_from_cache_file=False)
+    assert texts(list(generated.with_format(None))) == plain_loop(bart, LINES[:5], 5)
 
 
 @pytest.mark.parametrize("rows", [["", " ", *LINES[:3]], [*LINES[:3], None, " ".join(WORDS * 2), None, *LINES[3:5]]])

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import soundfile
 from cli_language_models import save_whisper
-from cli_models import WORDS, save_bart, save_gpt2, save_llama, sentences
+from cli_models import WORDS, copy_with_template, save_bart, save_gpt2, save_llama, sentences
 from python_process import run_code
 from ray_runs import Cluster, changed
 
@@ -112,14 +112,21 @@ def save_recordings(folder: Path) -> Path:
     return folder / "in"
 
 
+def save_dated(folder: Path) -> Path:
+    return copy_with_template(
+        save_gpt2(folder / "plain"), folder, "word{{ strftime_now('%-d') }} {{ messages[0]['content'] }}"
+    )
+
+
 @pytest.mark.parametrize(
     ("save", "flags"),
     [
         (save_gpt2, "--causal_lm --do_sample --seed 3 --max_new_tokens 6 --bs 8"),
         (save_llama, "--causal_lm --beam 3 --max_new_tokens 100 --bs 4 --output_format jsonl --n_obs 32"),
         (save_whisper, "--task automatic-speech-recognition --max_new_tokens 6 --bs 2"),
+        (save_dated, "--causal_lm --chat --date 2001-01-02 --max_new_tokens 6 --bs 8"),
     ],
-    ids=["samples", "scores", "speech"],
+    ids=["samples", "scores", "speech", "date"],
 )
 def test_workers_write_what_one_process_writes(save, flags, runs, tmp_path):
     """Scores are bit-equal, although each worker has captured other steps before."""

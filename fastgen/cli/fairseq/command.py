@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import os
 import pickle
 import signal
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 import fastgen
 from fastgen.batch.errors import InputError, RunError
 from fastgen.batch.threads import set_openmp_variables
-from fastgen.cli.exits import FAILED, INTERRUPTED, READER_GONE, UNUSABLE, stoppable
+from fastgen.cli.exits import FAILED, INTERRUPTED, UNUSABLE, reader_may_leave, stoppable
 from fastgen.optimizer.fairseq import how_to_install, import_hint
 
 FOR_SCORES_OF_TRAINING = {"sklearn", "sklearn.metrics", "scipy.stats"}
@@ -31,25 +30,21 @@ FOR_SCORES_OF_TRAINING = {"sklearn", "sklearn.metrics", "scipy.stats"}
 def run(prog: str, what: str, argv: list[str] | None = None) -> int:
     """Calls a function of args.py with `argv` as the program's arguments, and returns the exit status.
 
-    0 done, 1 failed, 2 a flag, file or model cannot be used, 130 interrupted, 141 the reader of the output is gone.
-    Expected errors are one line on stderr.
+    0 done, 1 failed, 2 a flag, file or model cannot be used, 130 interrupted. Expected errors are one line on stderr.
+    Exits with 141 if the reader of the output is gone.
     """
     set_openmp_variables()
     before = sys.argv
     # fairseq reads --user-dir from sys.argv, whatever arguments its parser gets.
     sys.argv = [prog, *(before[1:] if argv is None else argv)]
     try:
-        # --version is handled before the import of fairseq, which takes seconds and may fail.
-        add_flags(parser := argparse.ArgumentParser(add_help=False, allow_abbrev=False))
-        parser.parse_known_args()
-        fastgen.enable()  # not `enabled()`, which would override a caller's `disabled()`
-        with stoppable(signal.SIGINT):
-            getattr(_import("fastgen.cli.fairseq.args", is_program=argv is None), what)()
-            sys.stdout.flush()
-    except BrokenPipeError:
-        # The rest of the buffer cannot be written: the interpreter must not try again at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return READER_GONE
+        with reader_may_leave():
+            # --version is handled before the import of fairseq, which takes seconds and may fail.
+            add_flags(parser := argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+            parser.parse_known_args()
+            fastgen.enable()  # not `enabled()`, which would override a caller's `disabled()`
+            with stoppable(signal.SIGINT):
+                getattr(_import("fastgen.cli.fairseq.args", is_program=argv is None), what)()
     except (InputError, RunError, OSError, pickle.UnpicklingError) as error:
         say(f"error: {' '.join(str(error).split()) or type(error).__name__}")
         is_unusable = isinstance(error, (InputError, FileNotFoundError, pickle.UnpicklingError))

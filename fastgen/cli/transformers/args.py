@@ -16,7 +16,14 @@ from functools import partial
 from typing import Any, NoReturn
 
 import fastgen
-from fastgen.batch.config import FASTSEQ_NAMES, OTHER_NAMES, BatchConfig, generation_fields, settings_of_run
+from fastgen.batch.config import (
+    FASTSEQ_NAMES,
+    OTHER_NAMES,
+    BatchConfig,
+    generation_fields,
+    settings_of_run,
+    table_kind,
+)
 from fastgen.batch.errors import InputError, did_you_mean
 
 PROG = "fastgen-generate-for-transformers"
@@ -45,7 +52,7 @@ What is not given stays the model's own. --help-all lists all other flags.
 Lines that fail are listed, and have an empty record. INPUT and OUTPUT may be
 compressed (.gz, .xz, .zst) and URLs (s3://…, hf://…). exit status: 0 all done,
 1 some inputs failed, 2 a flag, file or model cannot be used, 130 Ctrl-C,
-143 SIGTERM. Examples and all details: docs/commands.md
+141 the reader of OUTPUT is gone, 143 SIGTERM. All details: docs/commands.md
   {PROG} facebook/bart-base in.txt out.txt --beam 4
   {PROG} gpt2 in.txt out.txt --causal_lm --do_sample"""
 
@@ -161,6 +168,7 @@ def parse_arguments(argv: Sequence[str]) -> BatchConfig:
     settings["gen"] = [each for each in settings.get("gen", []) if each != ("min_length", -1)]
     config = BatchConfig(**settings, named=as_flag)
     if "input_format" not in settings and config.reads_records and not config.quiet:
-        note = f"note: INPUT {config.input} is read as JSON records (--input_format text reads it as text)"
+        kind = table_kind(config.input) or "JSON"
+        note = f"note: INPUT {config.input} is read as {kind} records (--input_format text reads it as text)"
         print(note, file=sys.stderr)
     return config

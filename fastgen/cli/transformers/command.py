@@ -13,7 +13,7 @@ from contextlib import suppress
 from fastgen.batch.errors import InputError, RunError, check_packages
 from fastgen.batch.run import run
 from fastgen.batch.threads import set_openmp_variables
-from fastgen.cli.exits import FAILED, SIGNALS, UNUSABLE, Signals, stoppable
+from fastgen.cli.exits import FAILED, SIGNALS, UNUSABLE, Signals, reader_may_leave, stoppable
 from fastgen.cli.transformers.args import PROG, parse_arguments
 
 
@@ -21,18 +21,15 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns its exit status; errors that a user can fix are one line on stderr.
 
     0 all done, 1 some inputs failed or the run could not continue, 2 flags, files or a model that cannot be used, 130
-    interrupted, 143 ended by SIGTERM.
+    interrupted, 143 ended by SIGTERM. Exits with 141 if the reader of the output is gone.
     """
     set_openmp_variables()
     stop = Signals()
     try:
-        with stoppable(*SIGNALS) as stop:
+        with reader_may_leave(), stoppable(*SIGNALS) as stop:
             return _run(sys.argv[1:] if argv is None else argv, stop)
     except InputError as error:
         message, status = f"error: {error}", UNUSABLE
-    except BrokenPipeError:
-        message = "error: the standard output was closed (broken pipe); what was written is complete records"
-        status = FAILED
     except (OSError, RunError) as error:
         message, status = f"error: {error}", FAILED
     except KeyboardInterrupt:  # Ray raises its own, which has no status

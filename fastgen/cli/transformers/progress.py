@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from fastgen.batch import run
 from fastgen.cli.transformers.args import PROG
+from fastgen.reasons import counted
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -28,7 +29,7 @@ class Progress(run.Progress):
     def start(self, total: int | None, done: int, unit: str) -> None:
         self._unit, self._total, self._done = unit, total, done
         self._begun = self._said = time.perf_counter()
-        inputs = "{n_fmt} inputs" if total is None else "{percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} inputs"
+        inputs = "inputs: {n_fmt}" if total is None else "{percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} inputs"
         # disable=None: disables the bar without a terminal
         shown = {"bar_format": inputs + "{postfix}", "dynamic_ncols": True, "disable": True if self._quiet else None}
         self._bar = tqdm(total=total, initial=done, file=sys.stderr, **shown)
@@ -44,8 +45,9 @@ class Progress(run.Progress):
             self._bar.update(inputs)
         elif not self._quiet and now - self._said >= SECONDS_BETWEEN_LINES:
             self._said = now
-            of = "" if self._total is None else f" of {self._total}"
-            print(f"{self._done + self.inputs}{of} inputs, {self._speed()}", file=sys.stderr, flush=True)
+            done = self._done + self.inputs
+            counts = counted(done, "input") if self._total is None else f"{done} of {counted(self._total, 'input')}"
+            print(f"{counts}, {self._speed()}", file=sys.stderr, flush=True)
 
     def say(self, message: str) -> None:
         """Prints a line on stderr, above the bar, that begins with the command's name."""
@@ -68,7 +70,7 @@ class Progress(run.Progress):
         seconds = time.perf_counter() - self._begun
         places = 0 if self._unit == "tokens" else 2
         speed = f"{self.inputs / seconds:.2f} inputs/s, {self.amount / seconds:.{places}f} {self._unit}/s"
-        self.line(f"{self.inputs} lines in {seconds:.2f} s, {speed}")
+        self.line(f"{counted(self.inputs, 'line')} in {seconds:.2f} s, {speed}")
 
     def _speed(self) -> str:
         """Returns the speed, and the time left at this speed, too high at first because long inputs come first."""

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from python_process import REPOSITORY, run_python
 
@@ -21,26 +22,40 @@ from fastgen.cli import exits
 exits.SECONDS_TO_END = 1e6
 sys.exit(generate())
 """
-COMMAND = [sys.executable, "-c", COMMAND]
-# One line at a time and long outputs, so that the run is interrupted before its end.
-SLOW = "--batch-size 1 --beam 8 --min-len 150 --max-len-b 200 --remove-bpe --tokenizer moses".split()
+# The command waits after each batch that it writes, until the file of its first argument exists.
+HELD = """
+import pathlib, sys, time
+from fastgen.cli.fairseq import pipeline
+write, go = pipeline.Generation.write, pathlib.Path(sys.argv.pop(1))
+def held(self, result):
+    write(self, result)
+    while not go.exists():
+        time.sleep(0.02)
+pipeline.Generation.write = held
+"""
+# One line at a time and long outputs, which are more than a pipe holds.
+LONG = "--batch-size 1 --beam 8 --min-len 150 --max-len-b 200 --remove-bpe --tokenizer moses".split()
 
 
 class Run:
-    """The command in its own session, writing into files."""
+    """The command in its own session, writing into files; it is held after its first batch."""
 
     def __init__(self, folder: Path, *args: str) -> None:
-        self.out, self.err = folder / "out", folder / "err"
+        self.out, self.err, self.go = folder / "out", folder / "err", folder / "go"
         env = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        call = [sys.executable, "-c", HELD + COMMAND, self.go, *args]
         with self.out.open("w") as out, self.err.open("w") as err:
-            self.process = subprocess.Popen([*COMMAND, *args], env=env, stdout=out, stderr=err, start_new_session=True)
+            self.process = subprocess.Popen(call, env=env, stdout=out, stderr=err, start_new_session=True)
 
-    def wait_for_output(self) -> list[int]:
+    def wait_for_output(self) -> list[psutil.Process]:
         """Waits for the first lines; returns the processes that the command has started."""
         while not self.out.stat().st_size:
             assert self.process.poll() is None, self.err.read_text()
             time.sleep(0.02)
-        return children(self.process.pid)
+        return sorted(psutil.Process(self.process.pid).children(), key=lambda child: child.pid)
+
+    def release(self) -> None:
+        self.go.touch()
 
     def lines(self) -> list[str]:
         text = self.out.read_text()
@@ -51,51 +66,47 @@ class Run:
         return self.err.read_text().splitlines()[-1]
 
 
-def _status(pid: int) -> list[str]:
+def is_gone(process: psutil.Process) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except FileNotFoundError:
-        return ["gone", "0"]
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
-def children(parent: int) -> list[int]:
-    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    return sorted(pid for pid in pids if _status(pid)[1] == str(parent))
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    while any(_status(pid)[0] not in ("gone", "Z") for pid in pids):
+def wait_until_gone(processes: list[psutil.Process]) -> None:
+    while not all(map(is_gone, processes)):
         time.sleep(0.05)
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 class TestProcesses:
     @pytest.mark.parametrize("whole_group", [True, False])
     def test_ctrl_c_ends_every_process(self, data, tmp_path, whole_group):
-        run = Run(tmp_path, *data.generation, *SLOW)
-        pids = run.wait_for_output()
-        assert len(pids) >= 2
+        run = Run(tmp_path, *data.generation, *LONG)
+        processes = run.wait_for_output()
+        assert len(processes) >= 2
         if whole_group:
             os.killpg(run.process.pid, signal.SIGINT)
         else:
             run.process.send_signal(signal.SIGINT)
         assert run.process.wait() == 130
-        wait_until_gone(pids)
+        wait_until_gone(processes)
         assert run.last_error() == "fastgen-generate-for-fairseq: interrupted"
         assert len(run.lines()) % 5 == 0  # S, T, H, D and P of whole sentences
 
     def test_a_killed_worker_ends_the_run(self, data, tmp_path):
-        run = Run(tmp_path, *data.generation, *SLOW, "--num-workers", "0", "--postprocess-workers", "2")
+        run = Run(tmp_path, *data.generation, *LONG, "--num-workers", "0", "--postprocess-workers", "2")
         workers = run.wait_for_output()
         assert len(workers) == 2
-        os.kill(workers[1], signal.SIGKILL)
+        workers[1].kill()
+        wait_until_gone(workers[1:])
+        run.release()
         assert run.process.wait() == 1
         assert run.last_error().endswith(" error: a worker process was ended before its work was done")
         wait_until_gone(workers)
         assert len(run.lines()) % 5 == 0
 
     def test_workers_do_not_outlive_a_killed_command(self, data, tmp_path):
-        run = Run(tmp_path, *data.generation, *SLOW, "--num-workers", "0", "--postprocess-workers", "2")
+        run = Run(tmp_path, *data.generation, *LONG, "--num-workers", "0", "--postprocess-workers", "2")
         workers = run.wait_for_output()
         run.process.kill()
         run.process.wait()
@@ -132,7 +143,7 @@ def test_an_exception_in_a_worker_follows_earlier_lines(data, capfd, monkeypatch
 
 def test_a_reader_that_closes_ends_the_run_quietly(data):
     env = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    command = [*COMMAND, *data.generation, *SLOW]
+    command = [sys.executable, "-c", COMMAND, *data.generation, *LONG]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         first = [process.stdout.readline()[:2] for _ in range(3)]
         process.stdout.close()

@@ -84,9 +84,10 @@ def test_batches_before_an_error_of_user_code_are_written():
 
 
 def test_nothing_is_written_after_an_interruption(tmp_path):
-    written: list[int] = []
+    file, written = tmp_path / "all of it", []
     with pytest.raises(KeyboardInterrupt), Workers(Doubling(), written.append, 1) as workers:
         for number in range(3):
-            workers.submit((number, 0.2))
+            workers.submit((number, file))
+        file.touch()
         raise KeyboardInterrupt
     assert written == []

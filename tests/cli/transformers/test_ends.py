@@ -153,7 +153,7 @@ def test_a_signal_finishes_the_batch_in_flight(start, expected, number, ends_wit
     status, stderr = run.end()
     assert status == ends_with and "Traceback" not in stderr
     lines = len(written(run.part))
-    assert f"{lines} lines are complete in {run.part}; the same run with --resume resumes" in stderr
+    assert f"{lines} complete lines in {run.part}; the same run with --resume resumes" in stderr
     run.check_resumes(expected)
 
 
@@ -181,13 +181,13 @@ def test_a_second_ctrl_c_stops_immediately(start, number, ends_with):
 
 def test_a_reader_that_leaves_ends_the_run(bart, tmp_path):
     call = [*COMMAND, bart, write_lines(tmp_path / "in", LINES), "-", *FLAGS]
-    with subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "pipesize": 4096}  # holds a part of the output
+    with subprocess.Popen(call, text=True, **pipes) as process:
         assert process.stdout.readline()
         process.stdout.close()
         stderr = process.stderr.read()
-    assert process.returncode == 1
-    assert f"{PROG}: error: the standard output was closed (broken pipe)" in stderr
-    assert "Traceback" not in stderr and "Exception ignored" not in stderr
+    assert process.returncode == 141  # as of a program that SIGPIPE has killed
+    assert PROG not in stderr and "Traceback" not in stderr and "Exception ignored" not in stderr
 
 
 def test_ctrl_c_leaves_the_records_of_a_stream_in_a_file(bart, tmp_path, expected):
@@ -202,7 +202,7 @@ def test_ctrl_c_leaves_the_records_of_a_stream_in_a_file(bart, tmp_path, expecte
         process.send_signal(signal.SIGINT)
         stderr = process.stderr.read().decode()
     assert process.returncode == 130
-    assert f"32 records are in {tmp_path / 'out.incomplete'}" in stderr
+    assert f"32 records in {tmp_path / 'out.incomplete'}" in stderr
     assert "--resume" not in stderr and "Traceback" not in stderr
     lines = (tmp_path / "out.incomplete").read_bytes().splitlines(keepends=True)
     assert lines == expected.splitlines(keepends=True)[:32]

@@ -1,10 +1,15 @@
 """Flags and their settings; wrong ones are one line and status 2, before any file or model is opened."""
 
+import runpy
+
 import pytest
+import torch
 import transformers
+from python_process import run_python
 
 import fastgen
 from fastgen.batch.config import BatchConfig, generation_fields, settings_of_run
+from fastgen.batch.errors import InputError, check_device
 from fastgen.cli.transformers.args import PROG, build_parser, parse_arguments
 from fastgen.cli.transformers.command import main
 
@@ -27,6 +32,11 @@ def test_defaults_are_those_of_the_library():
         ("a.JSONL.gz", "b.txt", (), ("jsonl", "jsonl")),
         ("a.txt", "b.jsonl.gz", (), ("text", "jsonl")),
         ("a.jsonl.txt", "b", (), ("text", "text")),
+        ("jsonl", "csv", (), ("text", "text")),
+        ("a.NDJSON", "b.txt", (), ("jsonl", "jsonl")),
+        ("a.txt", "b.json", (), ("text", "jsonl")),
+        ("b.csv.gz", "b.txt", (), ("jsonl", "jsonl")),
+        ("b.parquet", "b.txt", (), ("jsonl", "jsonl")),
         ("a.jsonl", "b.jsonl", ("--input_format", "text", "--output_format", "text"), ("text", "text")),
         ("-", "b.jsonl", ("--input_format", "jsonl", "--output_format", "text"), ("jsonl", "text")),
         ("-", "b", ("--input_format", "jsonl"), ("jsonl", "jsonl")),
@@ -36,7 +46,8 @@ def test_defaults_are_those_of_the_library():
 def test_formats_follow_file_names_unless_a_flag_names_them(capsys, source, output, flags, formats):
     args = parse(*flags, source=source, output=output)
     assert (args.input_format, args.output_format) == formats
-    said = f"note: INPUT {source} is read as JSON records (--input_format text reads it as text)\n"
+    kind = {"b.csv.gz": "CSV", "b.parquet": "Parquet"}.get(source, "JSON")
+    said = f"note: INPUT {source} is read as {kind} records (--input_format text reads it as text)\n"
     assert capsys.readouterr().err == (said if formats[0] == "jsonl" and not flags else "")
     parse(*flags, "--quiet", source=source, output=output)
     assert capsys.readouterr().err == ""
@@ -154,6 +165,8 @@ BAD_FLAGS = [
     ("--beam 2 --num_return_sequences 2", "--num_return_sequences 2", "--output_format jsonl"),
     ("--chat", "--chat", "--causal_lm"),
     ("--system kind --causal_lm", "--system kind", "--chat"),
+    ("--date 2026-10-05 --causal_lm", "--date 2026-10-05", "--chat"),
+    ("--date yesterday", "--date: 'yesterday' is no date", "today, or a date such as 2026-10-05"),
     ("--dtype float64", "--dtype", "'float64'", "bfloat16"),
     ("--dtype float32 --bf16", "--dtype", "--bf16"),
     ("--generation_config none.json", "--generation_config: none.json", "No such file"),
@@ -191,6 +204,32 @@ def test_bad_flags_are_refused(capsys, tmp_path, flags, named):
 @pytest.mark.parametrize(("source", "output", "flags", "named"), [(a, b, c, named) for a, b, c, *named in BAD_STREAMS])
 def test_flags_that_need_a_file_are_refused_for_a_stream(capsys, source, output, flags, named):
     check_refused(capsys, ["/no/such/model", source, output, *flags.split()], named)
+
+
+WITHOUT_TORCH = """
+import sys
+from fastgen.cli.transformers.command import main
+status = main(["demo", *sys.argv[1:], "--device", "cuda"])
+print(status, sorted({"torch", "transformers"} & sys.modules.keys()))
+"""
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built with CUDA")
+def test_without_cuda_a_gpu_is_refused_before_any_import(tmp_path):
+    (tmp_path / "in.txt").write_text("a\n")
+    done = run_python("-c", WITHOUT_TORCH, str(tmp_path / "in.txt"), str(tmp_path / "out.txt"))
+    assert done.stdout == "2 []\n"
+    why = f"torch {torch.__version__} is built without CUDA (accepted: cpu, or a torch with CUDA)"
+    assert done.stderr.splitlines()[-1] == f"{PROG}: error: --device cuda: {why}"
+    assert not list(tmp_path.glob("out.txt*"))
+
+
+def test_a_torch_with_cuda_but_no_gpu_is_one_clear_line(monkeypatch):
+    monkeypatch.setattr(runpy, "run_path", lambda path: {"cuda": "13.0"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match=r"^--device cuda:1: torch finds no GPU \(accepted: cpu\)$"):
+        check_device("--device cuda:1", "cuda:1")
+    check_device("--device cpu", "cpu")
 
 
 def check_refused(capsys: pytest.CaptureFixture, command: list[str], named: list[str]) -> None:

@@ -64,7 +64,7 @@ def test_a_terminal_gets_a_bar_of_its_width(terminal, columns):
         shown._bar.refresh()
         shown.close()
     text = written()
-    assert re.search(r"\r2 inputs, [\d.]+ inputs/s *\r", text)
+    assert re.search(r"\rinputs: 2, [\d.]+ inputs/s *\r", text)
     lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
     bar = lines[-1]
     assert "fastgen-generate-for-transformers: line 2: is broken" in lines
@@ -80,6 +80,15 @@ def test_without_a_terminal_progress_is_printed_in_lines(capsys, monkeypatch, to
     assert failure.endswith("line 2: is broken")
     rest = r", \d\d:\d\d left" if total else ""
     assert re.fullmatch(rf"{expected}, [\d.]+ inputs/s{rest}", line)
+
+
+def test_messages_count_one_line_in_the_singular(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    shown = start(None)
+    shown.finished(1, 7, [])
+    shown.end()
+    running, end = capsys.readouterr().err.splitlines()
+    assert running.startswith("1 input, ") and end.startswith("1 line in ")
 
 
 def test_quiet_names_failures_only(capsys, monkeypatch):

@@ -31,6 +31,7 @@ PYTEST := FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2 --
 
 # The main job on the sample of 500 lines, with and without fastgen.
 demo: $(VENV)/demo.installed
+	@echo "Importing torch and transformers"
 	@$(BIN)/python tools/demo.py
 
 # Before each commit, in at most 5 minutes: lint, and the tests that tests/check.txt lists. With CHANGED=1 the tests that
@@ -95,7 +96,8 @@ lint: $(VENV)/test.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/words.py $(WORDS_CHECKED)
 	$(BIN)/clang-format --dry-run --Werror csrc/* tests/helpers/kernel_driver.cpp
-	$(BIN)/mypy
+	@echo "$(BIN)/mypy"
+	@$(call WITH_DOTS,$(BIN)/mypy)
 	$(BIN)/lint-imports
 	$(MAKE) --no-print-directory docs
 
@@ -108,7 +110,7 @@ pages: $(VENV)/test.installed
 	$(BIN)/python tools/generated_pages.py
 
 table: $(VENV)/test.installed
-	$(BIN)/python tests/helpers/architecture_parity.py docs/architectures.md
+	$(BIN)/python tests/helpers/auto_parity.py
 
 # Measures the tables of docs/papers.md, part by part; skips parts that this commit has measured.
 bench: $(VENV)/test.installed
@@ -142,10 +144,13 @@ release-check: docs wheel
 	$(BIN)/python tools/release_check.py --tag "$(TAG)"
 	WHEEL_TO_TEST=$(abspath dist)/$$(cd dist && ls *$(shell uname -m).whl) $(PYTEST) tests/test_wheel.py tests/test_docs.py
 
+# An environment that somebody has made there, with README's commands or with others, is used as it is: pip installs only
+# what is missing.
 $(VENV)/venv.installed: constraints.txt
-	@echo "The first time only: making $(VENV), with pip and setuptools"
-	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) pip setuptools wheel
+	@test -x $(BIN)/python || { echo "The first time only: making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@$(BIN)/python -m pip --version > /dev/null 2>&1 || $(BIN)/python -m ensurepip
+	@echo "Installing pip and setuptools"
+	@$(call WITH_DOTS,$(PIP) pip setuptools wheel)
 	@touch $@
 
 $(VENV)/pip.installed: $(VENV)/venv.installed
@@ -154,9 +159,11 @@ $(VENV)/pip.installed: $(VENV)/venv.installed
 	@touch $@
 
 # Only here kernels are compiled: the requirements of extras are installed later, by the name of the package.
-$(VENV)/fastgen.installed: $(VENV)/pip.installed pyproject.toml setup.py $(wildcard csrc/*)
-	@echo "Installing fastgen; its kernels are compiled, which takes some minutes, once"
-	@$(call WITH_DOTS,$(PIP) --editable .)
+COMPILED := pyproject.toml setup.py $(wildcard csrc/*)
+$(VENV)/fastgen.installed: $(VENV)/pip.installed $(COMPILED)
+	@if $(BIN)/python tools/is_installed.py $(COMPILED); then echo "fastgen is installed in $(VENV) already"; else \
+	echo "Installing fastgen; its kernels are compiled, which takes some minutes, once"; \
+	$(call WITH_DOTS,$(PIP) --editable .); fi
 	@touch $@
 
 $(VENV)/demo.installed: $(VENV)/fastgen.installed

@@ -1,7 +1,11 @@
-"""The kernels of fastgen: built where there is a compiler, and nothing fails where there is none."""
+"""The kernels of fastgen, built where there is a compiler, and the addresses in the metadata of a release.
+
+Nothing fails where there is no compiler, and nothing where the address of the repository is not known.
+"""
 
 import copy
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -121,4 +125,33 @@ elif sysconfig.get_platform().endswith("x86_64"):
 if nvcc():
     KERNELS.append(kernel("fastgen.ops.no_repeat_ngram._cuda", "csrc/no_repeat_ngram.cu"))
 
-setup(ext_modules=KERNELS, cmdclass={"build_ext": BuildKernels, "bdist_wheel": BuildWheel})
+
+def repository():
+    """Returns the addresses of the repository and of the tag that is built, None where GitHub's workflow says none."""
+    server, name, tag = (os.environ.get(f"GITHUB_{part}") for part in ("SERVER_URL", "REPOSITORY", "REF_NAME"))
+    return (f"{server}/{name}", tag) if server and name and tag else None
+
+
+def metadata():
+    """Returns README as the package index shows it, where relative links lead nowhere, and the project's addresses."""
+    readme = Path("README.md").read_text(encoding="utf-8")
+    if (of_release := repository()) is None:
+        return {"long_description": readme, "project_urls": {}}
+    address, tag = of_release
+    readme = re.sub(r"(!\[[^\]]*\]\()(?!https?:)", rf"\1{address}/raw/{tag}/", readme)
+    readme = re.sub(r"(\]\()(?!https?:|#)", rf"\1{address}/blob/{tag}/", readme)
+    urls = {
+        "Repository": address,
+        "Documentation": f"{address}/tree/{tag}/docs",
+        "Changes": f"{address}/blob/{tag}/CHANGELOG.md",
+        "Issues": f"{address}/issues",
+    }
+    return {"long_description": readme, "project_urls": urls}
+
+
+setup(
+    ext_modules=KERNELS,
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": BuildWheel},
+    long_description_content_type="text/markdown",
+    **metadata(),
+)

@@ -17,13 +17,16 @@ def sample(tmp_path):
     return path
 
 
-def test_the_demo_ends_with_pairs_a_sentence_and_a_path(sample, tmp_path, capsys):
+def test_the_demo_ends_with_pairs_a_sentence_and_a_path(sample, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "QUIET", 1.0)
     assert demo.main(sample, tmp_path / "output.txt") == 0
     text, progress = capsys.readouterr()
     assert progress.count("running ") == 3 and progress.count("| 0/1 ") == 2 and "6 lines in " in progress
     lines, outputs = sample.read_text().splitlines(), (tmp_path / "output.txt").read_text().splitlines()
     for name in demo.WAYS:
-        assert re.search(rf"^  {name} +[\d.]+ s +[\d.]+ lines/s$", text, re.MULTILINE)
+        assert re.search(
+            rf"^  {name} +[\d.]+ s +[\d.]+ lines/s( +other programs: \d+% of the CPUs)?$", text, re.MULTILINE
+        )
     assert "6 of 6 outputs are equal in all three." in text
     pairs = "\n\n".join(f"{line}\n  → {output}" for line, output in list(zip(lines, outputs))[:3])
     end = r"\n\nThe command was [\d.]+ times as fast as .*\n\nAll outputs are in .*output\.txt\.\n$"
@@ -31,24 +34,61 @@ def test_the_demo_ends_with_pairs_a_sentence_and_a_path(sample, tmp_path, capsys
     assert sorted(path.name for path in tmp_path.iterdir()) == ["output.txt", "sample.txt"]
 
 
-def test_each_way_of_the_demo_is_warmed_up_and_measured(sample, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def simulated(monkeypatch):
+    """Ways that copy their lines and take 8, 4 and 2 seconds, on a quiet machine; returns their calls."""
     calls, now = [], [0.0]
 
     def way(name: str, seconds: float):
         def call(source: Path, output: Path) -> None:
             calls.append((name, source.name))
-            now[0] += seconds if source == sample else 100.0
+            now[0] += seconds if source.name == "source.txt" else 100.0
             output.write_text(source.read_text())
 
         return call
 
     monkeypatch.setattr(demo.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(demo.Load, "others", lambda load: 0.04)
     monkeypatch.setattr(demo, "WAYS", {"loop": way("loop", 8), "fast": way("fast", 4), "command": way("command", 2)})
+    return calls
+
+
+def test_each_way_of_the_demo_is_warmed_up_and_measured(simulated, sample, tmp_path, capsys):
     assert demo.main(sample, tmp_path / "output.txt") == 0
-    assert calls == [(name, file) for name in ("loop", "fast", "command") for file in ("first.txt", "sample.txt")]
+    assert simulated == [(name, f"{file}.txt") for name in demo.WAYS for file in ("first", "source")]
     text = " ".join(capsys.readouterr().out.split())
     assert "The command was 4.0 times as fast as the loop around transformers alone" in text
     assert "that loop was 2.0 times as fast with `import fastgen`" in text
+    assert text.count("other programs: 4% of the CPUs") == 3
+
+
+def test_seconds_of_a_busy_machine_are_not_compared(simulated, sample, tmp_path, monkeypatch, capsys):
+    shares = iter([0.02, 0.61, 0.03])
+    monkeypatch.setattr(demo.Load, "others", lambda load: next(shares))
+    assert demo.main(sample, tmp_path / "output.txt") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Other programs took up to 61% of the CPUs, so these seconds do not say" in text and "times as" not in text
+
+
+def test_a_slow_demo_takes_fewer_lines(simulated, sample, tmp_path, monkeypatch, capsys):
+    copy = demo.WAYS["loop"]
+
+    def stopped(source: Path, output: Path) -> None:
+        copy(source, output)
+        output.write_text("".join(source.read_text().splitlines(keepends=True)[:3]))
+
+    monkeypatch.setitem(demo.WAYS, "loop", stopped)
+    assert demo.main(sample, tmp_path / "output.txt") == 0
+    text = capsys.readouterr().out
+    assert "That was slow: all ways get these 3 of the 6 lines only." in text
+    assert "3 of 3 outputs are equal in all three." in text
+    assert len((tmp_path / "output.txt").read_text().splitlines()) == 3
+
+
+def test_a_loop_begins_no_batch_after_its_time(sample, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "BS", 2)
+    demo.user_loop(sample, tmp_path / "output.txt", seconds=-1.0)
+    assert len((tmp_path / "output.txt").read_text().splitlines()) == 2
 
 
 def test_outputs_of_the_demo_that_differ_are_counted(sample, tmp_path, monkeypatch, capsys):

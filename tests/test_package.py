@@ -193,8 +193,8 @@ print(fastgen.status())
     assert done.stderr == f"fastgen leaves transformers alone: {TOO_OLD}\n"
     called, verdict, _, row, *others = done.stdout.splitlines()
     assert called == "['original', 7]"
-    assert verdict == f"patches: no patch is active: {TOO_OLD} (tested: 5.0.0 to 5.24.0); {NO_CALL}"
-    assert row.split(maxsplit=2) == ["transformers", "skipped", f"{TOO_OLD} (tested: 5.0.0 to 5.24.0)"]
+    assert verdict == f"patches: no patch is active: {TOO_OLD}; {NO_CALL}"
+    assert row.split(maxsplit=2) == ["transformers", "skipped", f"{TOO_OLD}"]
     assert not any("transformers." in line for line in others if not line.strip().startswith("fairseq"))
 
 
@@ -264,7 +264,7 @@ def test_strict_raises_an_error_that_else_is_the_originals(host):
     code += "step('fastgen'); step('host'); print(outcome())"
     done = run_python("-c", STEPS + code, path=host)
     assert eval(done.stdout) == ({"applied"}, ["fast generate", "original", 7], True)  # reverted by the call
-    assert done.stderr.startswith("fastgen leaves transformers.shared_caches to the originals: KeyError('ours')")
+    assert "\nfastgen leaves transformers.shared_caches to the originals: KeyError('ours')" in done.stderr
     done = run_python("-c", STEPS + code, path=host, FASTGEN_STRICT="1")
     assert done.returncode == 1 and done.stderr.endswith("KeyError: 'ours'\n")
 

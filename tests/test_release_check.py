@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
 from pathlib import Path
 
 import pytest
+from python_process import REPOSITORY
 
 import fastgen
 from tools import release_check
@@ -45,3 +51,51 @@ def test_a_release_is_sources_and_small_wheels(tmp_path, monkeypatch):
     (tmp_path / "fastgen_generate-0.1.0.tar.gz").touch()
     other, large = release_check.distribution_problems(tmp_path, "0.2.0")
     assert other.startswith("fastgen_generate-0.1.0.tar.gz is none of") and "has 5 bytes" in large
+
+
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+IN_A_WORKFLOW = {"SERVER_URL": "https://example.org", "REPOSITORY": "some/fork", "REF_NAME": "v0.2.0"}
+
+
+def sources(folder: Path, variables: dict[str, str]) -> Path:
+    """Returns the archive of sources that is built of a copy of the checkout, with these variables of a workflow."""
+    checkout = folder / "checkout"
+    left_out = shutil.ignore_patterns("*.so", "__pycache__", "data")
+    for name in ("fastgen", "csrc", "tests"):
+        shutil.copytree(REPOSITORY / name, checkout / name, ignore=left_out)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(REPOSITORY / name, checkout)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("GITHUB_")}
+    environment = clean | {f"GITHUB_{name}": value for name, value in variables.items()}
+    subprocess.run(
+        [sys.executable, "-c", BUILD, folder], cwd=checkout, env=environment, check=True, capture_output=True
+    )
+    (archive,) = folder.glob("*.tar.gz")
+    return archive
+
+
+def test_the_package_index_shows_links_that_lead_to_the_tag(tmp_path):
+    archive = sources(tmp_path, IN_A_WORKFLOW)
+    assert release_check.metadata_problems(archive) == []
+    with tarfile.open(archive) as opened:
+        text = opened.extractfile(f"{archive.name.removesuffix('.tar.gz')}/PKG-INFO").read().decode()
+    assert "\nProject-URL: Repository, https://example.org/some/fork\n" in text
+    assert "\nDescription-Content-Type: text/markdown\n" in text
+    for link in ("raw/v0.2.0/docs/speed.svg", "blob/v0.2.0/docs/commands.md", "blob/v0.2.0/CONTRIBUTING.md"):
+        assert f"](https://example.org/some/fork/{link})" in text
+
+
+def test_a_release_without_an_address_is_refused(tmp_path):
+    relative, addresses = release_check.metadata_problems(sources(tmp_path, {}))
+    assert "links to docs/" in relative and "GITHUB_REPOSITORY" in relative
+    assert addresses.endswith("has no addresses of the project")
+
+
+def test_sources_with_tests_are_refused(tmp_path):
+    (tmp_path / "PKG-INFO").write_text("Name: x\nProject-URL: Repository, https://example.org\n")
+    archive = tmp_path / "x-1.tar.gz"
+    with tarfile.open(archive, "w:gz") as packed:
+        for name in ("PKG-INFO", "tests/test_x.py"):
+            packed.add(tmp_path / "PKG-INFO", f"x-1/{name}")
+    (problem,) = release_check.metadata_problems(archive)
+    assert problem == "x-1.tar.gz has x-1/tests/test_x.py, but not all that it needs"

@@ -1,7 +1,8 @@
 """Shows that the version can be released: `make release-check`, or `make release-check TAG=v0.1.0` for a tag.
 
 CHANGELOG.md has an entry for the version of fastgen, dated if there is a tag, which names the same version; dist/ holds
-the sources and wheels of that version, and no others; README's command for transformers runs.
+the sources and wheels of that version, and no others; links in the metadata lead to the tag; README's command for
+transformers runs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
@@ -52,6 +54,18 @@ def distribution_problems(folder: Path, version: str) -> list[str]:
     ]
 
 
+def metadata_problems(archive: Path) -> list[str]:
+    """Returns why the package index would not show the sources as it should: no addresses, links that lead nowhere."""
+    with tarfile.open(archive) as sources:
+        tests = [name for name in sources.getnames() if name.split("/")[1:2] == ["tests"]]
+        text = sources.extractfile(f"{archive.name.removesuffix('.tar.gz')}/PKG-INFO").read().decode()
+    problems = [f"{archive.name} has {name}, but not all that it needs" for name in tests[:1]]
+    if relative := re.findall(r"\]\((?!https?:|#)([^)]+)\)", text):
+        set_by = "GITHUB_SERVER_URL, GITHUB_REPOSITORY and GITHUB_REF_NAME, which setup.py reads, set by a workflow"
+        problems.append(f"{archive.name} links to {relative[0]}, relative to nothing (accepted: {set_by})")
+    return problems + ([] if "\nProject-URL: " in text else [f"{archive.name} has no addresses of the project"])
+
+
 def readme_problems(text: str) -> list[str]:
     """Runs README's command for transformers with this Python, and returns why it failed."""
     (command,) = re.findall(r"^fastgen-generate-for-transformers (demo .*)$", text, re.MULTILINE)
@@ -73,6 +87,7 @@ def main() -> None:
     tag = parser.parse_args().tag
     problems = changelog_problems((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), fastgen.__version__, tag)
     problems += distribution_problems(ROOT / "dist", fastgen.__version__)
+    problems += [problem for archive in (ROOT / "dist").glob("*.tar.gz") for problem in metadata_problems(archive)]
     problems += readme_problems((ROOT / "README.md").read_text(encoding="utf-8"))
     print("\n".join(problems) or f"fastgen {fastgen.__version__} can be released")
     sys.exit(bool(problems))

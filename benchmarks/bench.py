@@ -27,7 +27,9 @@ import papers
 import peers
 import report
 import torch
-from measure import Load, Options, UsageError, commit, cpu, describe_cpu, failures, head, read_floors
+from measure import Options, UsageError, commit, cpu, describe_cpu, failures, head, read_floors
+
+from fastgen.optimizer.decoding.timing import Load
 
 KINDS = {  # and the modules that have their cases
     **dict.fromkeys(("generate", "prefix", "rollouts", "constrained"), "calls"),
@@ -98,9 +100,14 @@ class Results:
         self.results = [old for old in self.results if (old.get("kind", kind), old["case"]) != (kind, case)] + [result]
         if self.path:
             seconds = round(time.perf_counter() - self.begun)
-            facts = {**head(self.device), "part_seconds": seconds, "others": self.load.others()}
+            facts = {**head(self.device), "part_seconds": seconds, "others": others(self.load)}
             text = json.dumps({**facts, "results": self.results}, indent=1)
             Path(self.path).write_text(text + "\n", encoding="utf-8")
+
+
+def others(load: Load) -> float:
+    """Returns the share of the CPUs that other programs took; 0 if the system does not say."""
+    return round(load.others() or 0.0, 3)
 
 
 def describe(result: Mapping[str, Any]) -> str:
@@ -128,8 +135,8 @@ def run(args: argparse.Namespace) -> int:
     """Measures the cases; raises UsageError for flags that do not fit them."""
     cases = find_cases(args.cases)
     floors = {kind: read_floors(args.floors, kind, args.device, cases_of(kind)) for kind, _ in cases}
-    if args.against and (others := sorted({kind for kind, _ in cases} - {*WITH_PEERS})):
-        raise UsageError(f"--against: of {', '.join(WITH_PEERS)} cases, not {others[0]}")
+    if args.against and (alone := sorted({kind for kind, _ in cases} - {*WITH_PEERS})):
+        raise UsageError(f"--against: of {', '.join(WITH_PEERS)} cases, not {alone[0]}")
     if args.against and (args.device, args.dtype) != ("cpu", "float32"):
         raise UsageError(f"--against: with --device cpu and --dtype float32 only, not {args.device} and {args.dtype}")
     rows = [(kind, name, with_fields(cases_of(kind)[name], args.set)) for kind, name in cases]
@@ -140,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
     for kind, name, case in rows:
         load = Load()
         result = {"kind": kind, "commit": commit(), **module_of(kind).measure(kind, name, case, options)}
-        result |= {"others": load.others()} | ({"set": args.set} if args.set else {})
+        result |= {"others": others(load)} | ({"set": args.set} if args.set else {})
         results.add(result)
         print(describe(result), flush=True)
         missed += failures(result, floors[kind])

@@ -7,15 +7,10 @@ the median over the turns of the seconds of another way by those of fastgen, so 
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
-import os
 import platform
 import statistics
 import subprocess
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -28,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 
 import fastgen
+from fastgen.optimizer.decoding.timing import PROC, peak_memory
 
-PROC = Path("/proc")
 L3_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 PACKAGES = ("torch", "transformers", "ve-fairseq", "fairseq", "ctranslate2", "lm_eval", "ray")
 
@@ -82,18 +77,19 @@ def with_and_without(call: Callable[..., Any]) -> Ways:
 
 
 def warm_up(ways: Ways, options: Options, reasons: dict[str, str]) -> dict[str, float]:
-    """Calls each way once; returns the megabytes that each way in this process adds."""
+    """Calls each way once; returns the megabytes that each way in this process adds, if the system says so."""
     added = {}
     for way in [*ways]:
         torch.manual_seed(0)
+        returned: list[Any] = []
         try:
-            megabytes, returned = peak_mb(ways[way], options.device)
+            memory = peak_memory(lambda way=way, returned=returned: returned.append(ways[way]()))
         except PeerError as error:
             reasons[way] = str(error)
             del ways[way]
             continue
-        if not isinstance(returned, Answer):
-            added[way] = megabytes
+        if memory is not None and not isinstance(returned[0], Answer):
+            added[way] = memory / 1e6
     return added
 
 
@@ -191,41 +187,6 @@ class Clock:
         return before
 
 
-def peak_mb(call: Callable[[], Any], device: str) -> tuple[float, Any]:
-    """Returns the megabytes that a call adds at its peak (allocated on a GPU, resident otherwise), and its value.
-
-    With glibc, memory that earlier calls freed goes back to the system first.
-    """
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        returned = call()
-        return (torch.cuda.max_memory_allocated() - before) / 1e6, returned
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
-    ended, before, most = threading.Event(), _resident_bytes(), [0]
-
-    def watch() -> None:
-        while not ended.wait(0.005):
-            most[0] = max(most[0], _resident_bytes() - before)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        returned = call()
-    finally:
-        ended.set()
-        watcher.join()
-    return most[0] / 1e6, returned
-
-
-def _resident_bytes() -> int:
-    path = PROC / "self" / "statm"
-    return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0
-
-
 def cpu() -> dict[str, str]:
     """Returns name, family, model and l3 ("32768K"): virtual machines name all CPUs of one maker alike."""
     if not (PROC / "cpuinfo").exists():
@@ -241,36 +202,6 @@ def describe_cpu() -> str:
     """Returns a line like "AMD EPYC, family 25, model 1, l3 32768K"."""
     facts = cpu()
     return ", ".join([facts.pop("name", platform.machine()), *(f"{key} {value}" for key, value in facts.items())])
-
-
-class Load:
-    """The share of the CPUs' time that other programs take, from here to `others`; 0 if the system does not say."""
-
-    def __init__(self) -> None:
-        self.begun, self.busy = time.perf_counter(), _busy_seconds() - _own_seconds()
-
-    def others(self) -> float:
-        seconds = time.perf_counter() - self.begun
-        busy = _busy_seconds() - _own_seconds() - self.busy
-        return round(max(busy, 0) / max(seconds, 1e-3) / (os.cpu_count() or 1), 3)
-
-
-def _busy_seconds() -> float:
-    """Returns the seconds that the CPUs have worked since the machine started."""
-    if not (PROC / "stat").exists():
-        return 0.0
-    user, nice, system, _idle, _iowait, *others = map(int, (PROC / "stat").read_text().split("\n")[0].split()[1:9])
-    return (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
-
-
-def _own_seconds(pid: str = "self") -> float:
-    """Returns the CPU time of a process and of those that it has started."""
-    try:
-        times = (PROC / pid / "stat").read_text().rpartition(")")[2].split()[11:15]
-        children = " ".join(path.read_text() for path in (PROC / pid / "task").glob("*/children")).split()
-    except OSError:  # it has ended
-        return 0.0
-    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK") + sum(map(_own_seconds, children))
 
 
 def commit() -> str:
@@ -319,8 +250,7 @@ def read_floors(path: str | None, kind: str, device: str, names: Collection[str]
 def failures(result: Mapping[str, Any], floors: Floors) -> list[str]:
     """Returns a sentence for each ratio of a result that is below its floor, and if outputs differ."""
     case, ratios = result["case"], dict(result["ratios"])
-    added = result.get("added_mb", {})
-    if added.get("stock"):
+    if added := result.get("added_mb"):
         ratios["memory"] = added["stock"] / max(added["fastgen"], 1)
     below = [
         f"{case}: {ratios[name]:.2f} against {name}, below the floor of {floor:.2f}"

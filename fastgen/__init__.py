@@ -97,19 +97,27 @@ def status() -> PatchStates:
     return PATCH_SET.states()
 
 
-def explain() -> Report:
-    """Returns the report of this thread's last `generate`: what was shared, which kernels ran, and what was not done.
+def explain(kind: str | None = None) -> Report:
+    """Returns the report of this thread's last call: what was shared, which kernels ran, and what was not done.
 
-    Print it to read it; `as_dict()` is for JSON. Before the first call the report has the code NO_CALL, and NO_PATCH
+        trainer.train()
+        rollout, scoring = fastgen.explain("generate"), fastgen.explain("scoring")
+
+    kind: "generate" for the last `generate`; "scoring" for the last pass over whole texts, by a trainer,
+    `token_log_probs`, `log_likelihoods` or lm-evaluation-harness; None for the later of the two.
+
+    Print the report to read it; `as_dict()` is for JSON. Before the first call it has the code NO_CALL, and NO_PATCH
     with the reason if patches are not active; calls inside `disabled()` are not reported. It names the groups of
     patches that are switched off because they have failed, and why.
     """
     from fastgen.optimizer.decoding.call import last_report
-    from fastgen.optimizer.decoding.report import without_call
+    from fastgen.optimizer.decoding.report import GENERATE, KINDS, without_call
 
-    report = last_report()
+    if kind not in (None, *KINDS):
+        raise ValueError(f"kind is {kind!r} (accepted: None, {', '.join(map(repr, KINDS))})")
+    report = last_report(kind)
     if report is None:
-        return without_call(status().not_active())
+        return without_call(status().not_active(), kind or GENERATE)
     report.add_switched_off(PATCH_SET.switched_off)
     return report
 
@@ -121,9 +129,10 @@ def verify(model: Any, inputs: Any, **generate_kwargs: Any) -> Verification:
 
     model: a model of transformers, with inputs as a mapping of arguments or as input_ids; or a generator of fairseq,
     with a sample. generate_kwargs: the arguments of its `generate`. The result has `equal`; the first `difference` with
-    its step and row, the scores of both sequences and their gap; seconds and bytes of both calls; `as_dict()` and a
-    text. `generate` is called four times: the first two calls are compared, the others timed. The random state is
-    restored afterwards.
+    its step and row, the scores of both sequences and their gap; seconds and bytes of both calls; `speedup`, which is
+    None if the seconds differ too much from turn to turn, or are too few; `as_dict()` and a text. `generate` is called
+    at least 14 times: the first two calls are compared, the next two measured for memory, the others timed in turns.
+    The random state is restored afterwards.
     """
     from fastgen.optimizer.decoding import verify
 
@@ -134,9 +143,9 @@ def verify(model: Any, inputs: Any, **generate_kwargs: Any) -> Verification:
         return verify.verify(FairseqCall(model, inputs, generate_kwargs), enabled)
     if callable(getattr(model, "generate", None)):
         _check_transformers()
-        from fastgen.optimizer.transformers.verification import TransformersCall
+        from fastgen.optimizer.transformers.verification import VerifiedCall
 
-        return verify.verify(TransformersCall(model, inputs, generate_kwargs), enabled)
+        return verify.verify(VerifiedCall(model, inputs, generate_kwargs), enabled)
     accepted = "a model of transformers with generate, a generator of fairseq"
     raise TypeError(f"model is a {type(model).__name__} (accepted: {accepted})")
 

@@ -29,6 +29,7 @@ from typing import NoReturn
 import fastgen
 from fastgen import ops
 from fastgen.batch.threads import set_openmp_variables
+from fastgen.cli.exits import reader_may_leave
 from fastgen.ops.kernel import Kernel
 from fastgen.optimizer import PATCH_SET, PATCHES
 from fastgen.patching import table
@@ -41,15 +42,18 @@ _PACKAGES = ("torch", "transformers", "fairseq")
 def main(argv: list[str]) -> None:
     """Prints the report, or runs the program in `argv` and exits with its exit status."""
     if argv[:1] == ["verify"]:
+        set_openmp_variables()
         from fastgen.cli import verify
 
-        sys.exit(verify.main(argv[1:]))
+        with reader_may_leave():
+            sys.exit(verify.main(argv[1:]))
     first = next((i for i, word in enumerate(argv) if word == "-m" or not word.startswith("-")), len(argv))
     own, program = argv[:first], argv[first:]
-    _parser().parse_args(own)
-    if not program:
-        print(report())
-        return
+    with reader_may_leave():
+        _parser().parse_args(own)
+        if not program:
+            print(report())
+            return
     set_openmp_variables()
     fastgen.enable()  # also with FASTGEN_AUTO=0
     if program[0] != "-m":
@@ -154,15 +158,9 @@ def _rates() -> list[str]:
         return []
     import torch
 
-    from fastgen.ops import device_rates
+    from fastgen.optimizer.decoding.cost_model import CPU, GPU
 
-    rates = [f"Rates of a CPU: {device_rates.CPU}"]
-    if torch.cuda.is_available():
-        torch.cuda.init()
-        device = torch.device("cuda")
-        whose = "an H200" if device_rates.measured_rates(device) is None else "this GPU"
-        rates.append(f"Rates of {whose}: {device_rates.rates_of(device)}")
-    return rates
+    return [f"Rates of a CPU: {CPU}", *[f"Rates of an H200: {GPU}"] * torch.cuda.is_available()]
 
 
 def _usable_and_not(kernels: Sequence[Kernel]) -> tuple[str, str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import traceback
 import types
 
 TYPE_CHECKING = False  # as in fastgen/__init__.py
@@ -31,16 +30,6 @@ def packages_of(code: object) -> set[str]:
 def comes_with(method: object, kind: type) -> bool:
     """Whether this method is from the module of this class, and is not wrapped."""
     return _modules_of(method) == {kind.__module__}
-
-
-def is_from_elsewhere(error: Exception, *packages: str) -> bool:
-    """Whether user code, called back by a replacement, was involved in the error: then it is not fastgen's.
-
-    It was if a frame inside the replacement belongs to none of these packages, fastgen, torch or Python itself.
-    """
-    trusted = PYTHON | {"fastgen", "torch", *packages}
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_globals.get("__name__", "").partition(".")[0] not in trusted for frame, _ in frames)
 
 
 def _modules_of(code: Any) -> set[str]:

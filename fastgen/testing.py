@@ -12,10 +12,11 @@ import functools
 import importlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 from fastgen import ops
 from fastgen.config import CONFIG
@@ -70,14 +71,14 @@ PARTS = {
     "streams of ProphetNet": f"{_TRANSFORMERS}.models.prophetnet:_streams",
     # Facts about a model, and reports of calls.
     "line of a report": f"{_DECODING}.report:Report.summary",
-    "walk through a model": f"{_DECODING}.model_facts:ModelFacts",
-    "compare a model": f"{_DECODING}.model_facts:ModelFacts._described",
+    "walk through a model": f"{_DECODING}.model_info:ModelInfo",
+    "compare a model": f"{_DECODING}.guards:Guards.check",
     "measure a model": f"{_DECODING}.cost_model:_measured",
     "end a call": f"{_DECODING}.call:GenerateCall.__exit__",
-    "changes in a call": f"{_DECODING}.call:GenerateCall.has_changed",
+    "changes in a call": f"{_DECODING}.call:GenerateCall.change_of",
     "reasons of rows": f"{_TRANSFORMERS}.checks:CallChecks._row_reasons",
     "states of rows": f"{_TRANSFORMERS}.checks:CallChecks.row_states",
-    "verify a class": f"{_TRANSFORMERS}.verification:_first_steps_difference",
+    "trial": "fastgen.optimizer.trust:_conclude",
     "faster forwards": f"{_TRANSFORMERS}.call:faster_forwards",
     # Ops.
     "reasons against oneDNN": "fastgen.ops.cpu_linear:machine_reasons",
@@ -228,49 +229,44 @@ def holds_graphs(model: Any) -> bool:
     return graphs._graph_caches[model].in_use.locked()
 
 
-def verified() -> set[object]:
-    """Returns the keys of comparisons on first use without a difference."""
-    from fastgen.optimizer.decoding import verify
+def proven() -> set[object]:
+    """Returns the keys of trials at first use that showed no difference."""
+    from fastgen.optimizer import trust
 
-    return set(verify._verified)
-
-
-def refused_classes() -> set[type]:
-    """Returns the model classes that differed from the library on first use."""
-    from fastgen.optimizer.transformers import verification
-
-    return set(verification._refused)
+    return {key for key, different in trust._outcomes.items() if different is None}
 
 
-@contextmanager
-def forget_verified() -> Iterator[None]:
-    """Forgets earlier comparisons on first use, and at the end those made inside."""
-    from fastgen.optimizer.decoding import verify
-    from fastgen.optimizer.transformers import verification
+def refused() -> set[str]:
+    """Returns what differed in trials at first use."""
+    from fastgen.optimizer import trust
 
-    state = mock.patch.multiple(verification, _compared=Counter(), _refused={})
-    with mock.patch.object(verify, "_verified", set()), state:
-        yield
+    return {different for different in trust._outcomes.values() if different is not None}
 
 
 @contextmanager
-def as_untested(host: str = "transformers") -> Iterator[list[tuple[str, str]]]:
-    """Treats the version of a host as newer than any tested, so that everything is compared on first use.
+def fresh_trust(unknown: tuple[str, ...] = (), accepted: bool = False) -> Iterator[None]:
+    """Forgets earlier trials, and at the end those made inside.
 
-    Yields a list to which groups of patches that would be switched off are appended, and why; they stay on.
+    unknown: prefixes of sources that count as unknown. accepted: whether all sources count as accepted.
     """
-    failures: list[tuple[str, str]] = []
-    note = mock.patch.object(PATCH_SET, "fail", lambda group, reason: failures.append((group, reason)))
-    with mock.patch.object(PATCH_SET, "untested_hosts", {host}), note:
-        yield failures
+    from fastgen.optimizer import trust
+    from fastgen.optimizer.transformers import first_use
+    from fastgen.optimizer.transformers import sources as sources_of_models
 
+    original = trust.unknown_sources
 
-@contextmanager
-def as_tested() -> Iterator[None]:
-    """Treats every model class as the library's, which are trusted without a comparison."""
-    from fastgen.optimizer.transformers.checks import CallChecks
+    def unknown_sources(sources: Iterable[str]) -> dict[str, str | None]:
+        sources = [*sources]
+        played = {source: trust.hash_of(source) for source in sources if source.startswith(unknown)} if unknown else {}
+        really_unknown = original(sources)
+        return {} if accepted else really_unknown | played
 
-    with mock.patch.object(CallChecks, "is_verified_first", False):
+    with (
+        mock.patch.multiple(trust, _outcomes={}, _inconclusive=Counter(), unknown_sources=unknown_sources),
+        mock.patch.object(trust, "_stored", dict),
+        mock.patch.object(first_use, "_trials", WeakKeyDictionary()),
+        mock.patch.object(sources_of_models, "_unknown", WeakKeyDictionary()),
+    ):
         yield
 
 
@@ -281,7 +277,7 @@ def errors_noted() -> Iterator[list[str]]:
     Yields a list to which the errors are appended.
     """
     errors: list[str] = []
-    note = mock.patch.object(PATCH_SET, "_replacement_failed", lambda record, error: errors.append(str(error)))
+    note = mock.patch.object(PATCH_SET, "fail", lambda group, reason, error: errors.append(str(error)))
     with configured(strict=False), note:
         yield errors
 

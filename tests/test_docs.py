@@ -2,10 +2,11 @@
 
 import json
 import re
+import subprocess
 import sys
 
 import pytest
-from python_process import REPOSITORY, run_code
+from python_process import REPOSITORY, run_code, run_python
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
@@ -33,6 +34,17 @@ def test_files_that_pages_name_exist():
             r"`((?:fastgen|tests|benchmarks|docs|csrc)/[\w./-]*)`", page.read_text(encoding="utf-8")
         ):
             assert (REPOSITORY / name).exists(), f"{page.name}: {name}"
+
+
+def test_git_ignores_what_the_readmes_commands_write():
+    if not (REPOSITORY / ".git").exists():
+        pytest.skip("no repository of git")
+    page = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    written = set(re.findall(r"^fastgen-generate-for-transformers \S+ \S+ (\S+)", page, re.MULTILINE))
+    assert written
+    for name in (f"{output}{suffix}" for output in written for suffix in ("", ".part", ".run.json")):
+        done = subprocess.run(["git", "check-ignore", "--quiet", name], cwd=REPOSITORY)
+        assert done.returncode == 0, name
 
 
 def test_the_glossary_defines_each_class_of_the_concepts():
@@ -79,6 +91,29 @@ def test_the_examples_of_models_run_without_a_network(code):
     run_code(code, HF_HUB_OFFLINE="1")
 
 
+*ROLLOUTS, OF_TRL = sorted(python_of("docs/rollouts.md"), key=lambda code: "GRPO" in code)
+
+
+@pytest.mark.parametrize(
+    "code", ROLLOUTS, ids=lambda code: re.search(r"fastgen\.([a-z_]+)\(|$", code).group(1) or "own loop"
+)
+def test_the_examples_of_rollouts_run_without_a_network(code):
+    pytest.importorskip("transformers")
+    run_code(code, HF_HUB_OFFLINE="1")
+
+
+@pytest.mark.slow
+def test_the_example_of_trl_reports_rollout_and_scoring(tmp_path):
+    """The page shows what it prints; seconds and calls of kernels are those of a machine."""
+    pytest.importorskip("trl")
+    done = run_python("-c", OF_TRL, cwd=tmp_path, HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    page = (REPOSITORY / "docs" / "rollouts.md").read_text(encoding="utf-8")
+    shown = page.partition("The example ends with these lines:\n\n```text\n")[2].partition("```")[0]
+    for line in ("decode steps captured; prompts shared\n", "prompts and a prefix of 10 tokens shared\n"):
+        assert line in done.stdout and line in shown
+
+
 RECIPES = python_of("docs/scaling.md")
 
 
@@ -122,11 +157,12 @@ def test_generated_pages_are_up_to_date(generated_pages, name):
     assert text == generated_pages.page(name), "make pages"
 
 
-def test_table_of_checks_names_codes_of_other_modules(generated_pages):
-    """Codes of a table itself, of a function that it calls, of a constant, and of a row that several tables have."""
+def test_table_of_checks_has_the_codes_of_registered_functions(generated_pages):
+    """Codes of one part, of a table of arguments, of both hosts, and of different parts by host; no decisions."""
     rows = {line.split("`)")[0].rpartition("`")[2]: line for line in generated_pages.left_alone().splitlines()}
     assert [cell.strip() for cell in rows["SYNCED_GPUS"].split("|")[2:-1]] == ["", "", "T", "", "", ""]
     assert [cell.strip() for cell in rows["ARGUMENT_ROWS"].split("|")[2:-1]] == ["T", "", "", "", "T", ""]
     assert [cell.strip() for cell in rows["TORCH_MODE"].split("|")[2:-1]] == ["T", "", "T", "T F", "T", "T"]
     assert [cell.strip() for cell in rows["ATTENTION"].split("|")[2:-1]] == ["", "T", "F", "T", "", "T"]
     assert "FEW_STEPS" not in rows
+    assert all(generated_pages._codes_of(function.__code__) for function, _ in generated_pages.report.CHECKS)

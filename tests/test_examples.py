@@ -5,33 +5,36 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from cli_models import save_bart, sentences
 from python_process import REPOSITORY
 from ray_runs import Cluster, changed
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
-# A worker notes its batches, ends at one where a file "die" is there, and waits while a file "hold" is.
+FILES, ROWS, HELD_AT = 12, 8, 12
+# A worker notes its process and its batches, and ends at one where a file "die" is there. From the batch HELD_AT on it
+# waits until a file "go" is there.
 NOTED = """
 import os, time
 generate = SplitOnOOM.__call__
 def noted(self, batch, start=0):
     folder = os.environ["NOTED"]
     with open(f"{folder}/batches", "a") as file:
-        file.write(f"{len(batch.items)}\\n")
+        file.write(f"{os.getpid()} {len(batch.items)}\\n")
     try:
         os.rename(f"{folder}/die", f"{folder}/died")
     except FileNotFoundError:  # it is not there, or another worker was first
         pass
     else:
         os._exit(9)
-    while os.path.exists(f"{folder}/hold"):
+    with open(f"{folder}/batches") as file:
+        is_held = len(file.readlines()) > HELD_AT
+    while is_held and not os.path.exists(f"{folder}/go"):
         time.sleep(0.05)
-    time.sleep(0.2)
     return generate(self, batch, start)
 SplitOnOOM.__call__ = noted
-"""
-FILES, ROWS = 12, 8
+""".replace("HELD_AT", str(HELD_AT))
 
 
 @pytest.fixture
@@ -66,8 +69,9 @@ def test_a_job_on_ray_data_writes_every_id_once(cluster, tmp_path):
         assert all(row["text"] == texts[row["id"]] for row in rows)
         return {row["id"]: row["outputs"] for row in rows}
 
-    def batches() -> int:
-        return sum(map(int, (tmp_path / "batches").read_text().split()))
+    def batches() -> list[list[int]]:
+        """Returns the process of each batch, and its number of rows."""
+        return [[*map(int, line.split())] for line in (tmp_path / "batches").read_text().splitlines()]
 
     bart, texts = save_bart(tmp_path / "bart"), sentences(FILES * ROWS)
     for form in ("parquet", "jsonl"):
@@ -81,17 +85,17 @@ def test_a_job_on_ray_data_writes_every_id_once(cluster, tmp_path):
         while len([path for path in tmp_path.glob("out-parquet-ids/*.parquet") if "pending" not in path.name]) < 3:
             assert job.poll() is None
             time.sleep(0.05)
-        (tmp_path / "hold").touch()
         job.kill()
     assert (tmp_path / "died").exists()
-    time.sleep(3)  # Ray ends the workers of a driver that is gone
-    (tmp_path / "hold").unlink()
+    while any(psutil.pid_exists(process) for process, _ in batches()):  # Ray ends the workers of a driver that is gone
+        time.sleep(0.05)
+    (tmp_path / "go").touch()
     for form in ("parquet", "jsonl"):
-        before = batches()
+        before = len(batches())
         assert subprocess.run(call(form)).returncode == 0
-        written, done = outputs(form), batches() - before
+        written, done = outputs(form), sum(rows for _, rows in batches()[before:])
         # without those that were written before the job was killed
         assert 0 < done < FILES * ROWS if form == "parquet" else done == FILES * ROWS
-        before = batches()
+        before = len(batches())
         assert subprocess.run(call(form)).returncode == 0
-        assert batches() == before and outputs(form) == written
+        assert len(batches()) == before and outputs(form) == written

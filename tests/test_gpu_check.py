@@ -23,14 +23,14 @@ def fail(dry):
 
 def test_a_part_that_raises_runs_again_next_time(gpu_check, tmp_path, monkeypatch):
     file, results = tmp_path / "gpu-check.json", {}
-    monkeypatch.setattr(gpu_check, "PARTS", {"rates": fail, "tests": lambda dry: {"status": 0}})
+    monkeypatch.setattr(gpu_check, "PARTS", {"break_even": fail, "tests": lambda dry: {"status": 0}})
     gpu_check.run(gpu_check.PARTS, results, file, dry=True)
     error = "RuntimeError: CUDA error: an illegal memory access"
-    assert json.loads(file.read_text()) == results == {"rates": {"error": error}, "tests": {"status": 0}}
-    assert gpu_check.failures(results) == [f"rates: {error}"]
-    monkeypatch.setattr(gpu_check, "PARTS", {"rates": lambda dry: {"probe": 1}, "tests": fail})
+    assert json.loads(file.read_text()) == results == {"break_even": {"error": error}, "tests": {"status": 0}}
+    assert gpu_check.failures(results) == [f"break_even: {error}"]
+    monkeypatch.setattr(gpu_check, "PARTS", {"break_even": lambda dry: {"eager": 1}, "tests": fail})
     gpu_check.run(gpu_check.PARTS, results, file, dry=True)
-    assert json.loads(file.read_text()) == results == {"rates": {"probe": 1}, "tests": {"status": 0}}
+    assert json.loads(file.read_text()) == results == {"break_even": {"eager": 1}, "tests": {"status": 0}}
 
 
 def test_a_part_that_takes_too_long_is_killed(gpu_check, tmp_path, monkeypatch):
@@ -56,9 +56,9 @@ def test_the_page_says_which_kernels_were_built(gpu_check):
     facts = FACTS | {
         "kernels": {"no-repeat n-gram": ["CUDA: not built", "Triton: usable"], "checksums": ["Triton: usable"]}
     }
-    page = [*gpu_check.page({"environment": facts, "rates": {"error": "ValueError: no probe"}})]
+    page = [*gpu_check.page({"environment": facts, "break_even": {"error": "ValueError: no kernel"}})]
     assert "Kernels: no-repeat n-gram (CUDA: not built, Triton: usable); checksums (Triton: usable)." in page
-    assert page[-1] == "rates: not ended, `ValueError: no probe`"
+    assert page[-1] == "break_even: not ended, `ValueError: no kernel`"
 
 
 def test_other_tokens_of_a_model_in_fp32_are_a_failure(gpu_check):

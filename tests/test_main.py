@@ -7,8 +7,8 @@ from python_process import REPOSITORY, run_python
 
 import fastgen
 from fastgen.ops import OPERATIONS
-from fastgen.ops.device_rates import CPU
 from fastgen.optimizer import PATCHES
+from fastgen.optimizer.decoding.cost_model import CPU
 
 SHOW = """
 import sys
@@ -74,13 +74,13 @@ def test_a_program_runs_with_the_patches_armed(folder):
 def test_threads_and_workers_find_the_main_module(folder):
     (folder / "late.py").write_text(
         """
-import multiprocessing, pickle, sys, threading, time
+import multiprocessing, pickle, sys, threading
 
 def function(x):
     return x + 1
 
 def late():
-    time.sleep(0.2)
+    threading.main_thread().join()
     print(pickle.loads(pickle.dumps(function))(1))
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 import torch
 from parity import Both, run_both
 from peft import LoraConfig, PeftConfig, PromptTuningConfig
+from process_group import process_group
 from reports import PREFILL, PROMPT, left_alone_because
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -31,7 +32,7 @@ from transformers import (
 import fastgen
 from fastgen.optimizer.decoding.report import STEPS as DECODE_STEPS
 from fastgen.optimizer.decoding.report import Report
-from fastgen.testing import configured
+from fastgen.testing import configured, fresh_trust, proven, refused
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -174,6 +175,7 @@ def test_grpo_is_the_same_with_shared_prompts(tokenizer, tmp_path, kind, adapter
         (stock, _), (fast, reports), _ = compared(rollouts("GRPO", tokenizer, tmp_path, policy, **options))
     assert fast.completions == stock.completions and len(stock.completions) == STEPS // 2
     assert_shared(reports, rows=SAMPLES, most_inputs=2)
+    assert fastgen.explain("generate") is fast.reports[-1] and fastgen.explain("scoring") is reports[-1]
     for report in fast.reports:
         assert (report.inputs, report.rows) == (2, 16) and PREFILL in report.shared
         assert any(shared.startswith(PROMPT) for shared in report.shared), report
@@ -214,9 +216,29 @@ def test_dpo_is_the_same_with_shared_beginnings(tokenizer, tmp_path, adapters, p
     with configured(share="always"):
         (stock, _), (fast, reports), _ = compared(make)
     assert_shared(reports, rows=8, most_inputs=4)
+    assert_same_metrics(stock, fast)
+
+
+def assert_same_metrics(stock: Any, fast: Any) -> None:
     for name in ("rewards/margins", "logits/chosen", "entropy", "mean_token_accuracy"):
         theirs, ours = ([entry.get(name) for entry in one.state.log_history] for one in (stock, fast))
         assert ours[:-1] == pytest.approx(theirs[:-1], abs=1e-4)
+
+
+def test_an_unknown_trl_counts_its_first_step_once(tokenizer, tmp_path):
+    def make() -> Any:
+        arguments = configuration("DPO", tmp_path, per_device_train_batch_size=4, max_steps=3, logging_steps=3, **PLAIN)
+        data = {"train_dataset": pairs(), "processing_class": tokenizer}
+        return trl.DPOTrainer(model(), ref_model=model(), args=arguments, **data)
+
+    with configured(share="always"), fresh_trust(unknown=("trl.",)):
+        trained = []
+        for context in (fastgen.disabled, fastgen.enabled):
+            with context():
+                trained.append(make())
+                trained[-1].train()
+        assert len(proven()) == 1 and not refused() and fastgen.explain().prefix_tokens_saved
+    assert_same_metrics(*trained)
 
 
 # One pass of GRPO, called as the trainer does.
@@ -272,6 +294,19 @@ def test_batches_keep_the_rows_of_a_prompt_together(trainer, size, batches_of_tr
     assert (report.inputs, report.rows, report.prefix_length) == (2, 8, 11)
 
 
+def test_scores_of_an_unknown_trl_are_compared_once(trainer):
+    with fastgen.disabled():
+        expected, _ = scored(trainer)
+    visible = rows()["attention_mask"][:, -6:] != 0
+    with configured(share="always"), fresh_trust(unknown=("trl.",)):
+        for is_shared in (False, True):
+            (log_probs, _), _ = scored(trainer)
+            torch.testing.assert_close(log_probs[visible], expected[0][visible], atol=1e-4, rtol=0)
+            assert bool(fastgen.explain().prefix_tokens_saved) or not is_shared
+            assert ("FIRST_USE" in fastgen.explain().codes()) != is_shared
+        assert len(proven()) == 1 and not refused()
+
+
 def test_batches_of_one_row_share_nothing(trainer):
     batches = counting(trainer)
     with configured(share="always"):
@@ -280,13 +315,11 @@ def test_batches_of_one_row_share_nothing(trainer):
 
 
 def test_gradients_reach_models_inside_ddp(trainer):
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        wrapped = torch.nn.parallel.DistributedDataParallel(trainer.model)
-        with configured(share="always"):
-            stock, fast, report = run_both(lambda: scored(trainer, wrapped))
-    finally:
-        torch.distributed.destroy_process_group()
+    def scored_in_ddp() -> Any:
+        return scored(trainer, torch.nn.parallel.DistributedDataParallel(trainer.model))
+
+    with process_group(), configured(share="always"):
+        stock, fast, report = run_both(scored_in_ddp)
     torch.testing.assert_close(fast, stock, rtol=0, atol=1e-5)
     assert report.prefix_tokens_saved
 

@@ -8,7 +8,7 @@ next parts run, and the next call runs it again. The parts, and the minutes that
 
     environment              versions, the GPU, fastgen's kernels for it
     attention    1           errors and times of the ways to attend
-    rates        1           a probe, and from what size on a shared prompt is faster
+    break_even   1           from what size on a shared prompt is faster
     parity       1.5         ten architectures with and without fastgen, in fp32 and bf16
     generate     3           models of real shape in four ways (gpu_models.py)
     tests        2           captured steps and what can go wrong around them, kernels
@@ -35,12 +35,9 @@ import time
 import traceback
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import transformers
@@ -49,7 +46,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import fastgen
-from fastgen.ops import device_rates, kernels, shared_attention
+from fastgen.ops import kernels, shared_attention
 from fastgen.ops.kernel import tolerance
 from fastgen.optimizer.decoding.cost_model import CostModel
 from fastgen.testing import configured
@@ -146,18 +143,14 @@ def _graph_us(call: Callable[[], Tensor], calls: int = 20) -> float:
 # Attention whose prompt grows until sharing it is faster: rows of one input, heads, width; bf16, without a mask.
 ROWS, HEADS, WIDTH, GENERATED = 16, 8, 128, 64
 LENGTHS, DRY_LENGTHS = [16 << power for power in range(11)], [16, 32]
-DRY_PROBE = {"BUFFER_BYTES": 1 << 16, "WIDTH": 16, "READS": 1, "PRODUCTS": 1, "ROUNDS": 1}
 
 
-def rates(dry: bool) -> dict[str, Any]:
-    """Returns the rates that a probe measures, and in how many saved megabytes sharing a prompt breaks even.
+def break_even(dry: bool) -> dict[str, Any]:
+    """Returns in how many saved megabytes sharing a prompt breaks even.
 
-    measured: in this attention, None if never; by_rates: in `CostModel.should_share`, with these rates.
+    measured: in this attention, None if never; by_rates: in `CostModel.should_share`, with the rates of an H200.
     """
-    device = torch.device("cuda")
-    with mock.patch.multiple(device_rates, **DRY_PROBE) if dry else nullcontext():
-        probe = device_rates.probe_sync(device)
-    triton_kernels = shared_attention._triton_attention(device)
+    triton_kernels = shared_attention._triton_attention(torch.device("cuda"))
     ways = {
         "eager": (_eager_us, shared_attention.attention_by_products),
         "in a graph": (_graph_us, shared_attention.attention_by_products),
@@ -173,9 +166,9 @@ def rates(dry: bool) -> dict[str, Any]:
                 break
             faster_from = saved_bytes / 1e6
         with configured(cuda_kernels="Triton" in way, share="auto"):
-            by_rates = _break_even(CostModel(rates=probe), way != "eager")
+            by_rates = _break_even(CostModel(), way != "eager")
         results[way] = {"measured": faster_from, "by_rates": by_rates}
-    return {"probe": asdict(probe), "break_even": results}
+    return results
 
 
 def _attentions(length: int, attention: Callable[..., Tensor]) -> tuple[partial[Tensor], partial[Tensor], int]:
@@ -296,7 +289,7 @@ def _ended(command: list[str], lines: int, seconds: float, **environment: str) -
     return {"status": process.returncode, "end": (process.stderr + process.stdout).splitlines()[-lines:]}
 
 
-PARTS = {part.__name__: part for part in (environment, attention, rates, parity, generate, tests, sanitize)}
+PARTS = {part.__name__: part for part in (environment, attention, break_even, parity, generate, tests, sanitize)}
 
 
 def run(names: Iterable[str], results: Results, file: Path, dry: bool) -> None:
@@ -365,10 +358,13 @@ def page(results: Results) -> Iterator[str]:
     if "attention" in results:
         yield from ("", "Attention of one layer in a CUDA graph, µs, and its relative error against fp64:", "")
         yield from _table(results["attention"], lambda way: f"{way['us']:.0f}, {way['error']:.1e}")
-    if "rates" in results:
-        yield from ("", f"Rates by a probe: {device_rates.DeviceRates(**results['rates']['probe'])}.")
-        yield from ("", "MB that a prompt stored once must save in a layer, as measured and by these rates:", "")
-        yield from _table(results["rates"]["break_even"], lambda cell: "never" if cell is None else f"{cell:.3g}")
+    if "break_even" in results:
+        yield from (
+            "",
+            "MB that a prompt stored once must save in a layer, measured and by the rates of an H200:",
+            "",
+        )
+        yield from _table(results["break_even"], lambda cell: "never" if cell is None else f"{cell:.3g}")
     if "parity" in results:
         yield from (
             "",

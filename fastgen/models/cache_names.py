@@ -1,6 +1,8 @@
 """The name under which models of transformers take and return their KV cache: `cache` since 5.24.
 
-Before, it was `past_key_values`, and `cache_params` in Mamba; newer versions accept these with a warning.
+Before, it was `past_key_values`, and `cache_params` in Mamba; newer versions accept these with a warning for a while.
+All files take the name from here, so that no call of fastgen warns.
+
 Tests: tests/models/test_cache_names.py
 """
 
@@ -8,15 +10,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
-from transformers.generation import utils
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
-# The library's name.
-CACHE = "cache" if "cache" in utils.ALL_CACHE_NAMES else "past_key_values"
+
+def cache_name(names: Container[str]) -> str:
+    """Returns the name of the cache among these parameters or fields, the newest if there are several."""
+    return next((name for name in CACHE_NAMES if name in names), CACHE_NAMES[0])
+
+
+CACHE = cache_name(CausalLMOutputWithPast.__dataclass_fields__)  # the library's name
 
 
 def named_cache(forward: Callable) -> Callable:

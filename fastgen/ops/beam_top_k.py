@@ -17,15 +17,14 @@ Tests: tests/ops/test_beam_top_k.py
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fastgen.ops import simd
 from fastgen.ops.kernel import Kernel, first_supported
+from fastgen.ops.probes import probe
 
 Candidates = tuple[Tensor, Tensor]
 
@@ -155,19 +154,18 @@ def _best(scores: Tensor, input_of: Tensor, places: Tensor, inputs: int, k: int)
     return values, index.gather(1, positions)
 
 
-@cache
+@probe("this torch orders equal numbers in another way")
 def _chooses_as_torch() -> bool:
-    """Whether this torch orders equal numbers as the kernel does: tried once, with many equal numbers."""
-    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
-        generator = torch.Generator().manual_seed(0)
-        log_probs = torch.randint(-9, 0, (6, 1000), generator=generator, device="cpu").float()
-        beam_scores = torch.tensor([[-1.0, -2.0, -1e9], [0.0, -3.0, -3.0]], device="cpu")
-        return all(map(torch.equal, _choose(log_probs, beam_scores, 16), best_in_one_stage(log_probs, beam_scores, 16)))
+    """Whether this torch orders equal numbers as the kernel does."""
+    generator = torch.Generator().manual_seed(0)
+    log_probs = torch.randint(-9, 0, (6, 1000), generator=generator).float()
+    beam_scores = torch.tensor([[-1.0, -2.0, -1e9], [0.0, -3.0, -3.0]])
+    return all(map(torch.equal, _choose(log_probs, beam_scores, 16), best_in_one_stage(log_probs, beam_scores, 16)))
 
 
-@cache
+@probe("this torch orders equal numbers in another way")
 def keeps_order() -> bool:
-    """Whether this torch orders equal numbers as `_best` assumes: tried once, with many equal numbers."""
+    """Whether this torch orders equal numbers as `_best` assumes."""
     generator = torch.Generator().manual_seed(0)
     inputs, k, length = 3, 16, 4 * HEAP * 16
     input_of, places = (torch.rand(inputs, length, generator=generator) < 0.02).nonzero().unbind(1)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgen.ops.kernel import Kernel, first_supported, triton_reasons
+from fastgen.ops.probes import probe
 
 # A checksum sums words (8 bytes, or single bytes in unaligned tensors) whose distance is a multiple of one of these
 # numbers. They are coprime: words that swap their positions less than 2 GiB apart, such as rows of a one-hot matrix,
@@ -66,20 +67,16 @@ def _checksums_with_triton(tensors: list[Tensor]) -> Tensor:
 
 
 def _triton_reasons() -> list[str]:
-    return triton_reasons() or _proven_reasons()
+    return triton_reasons() or _notices_changed_bytes.reasons()
 
 
-@functools.cache
-def _proven_reasons() -> list[str]:
-    """Returns why the kernel in Triton is not used: in a small case it fails, or overlooks a changed byte."""
-    try:
-        before = torch.arange(99_999, device="cuda").to(torch.uint8)
-        after = before.clone()
-        after[[-1, 50_000]] += 1
-        sums = _checksums_with_triton([before, after, before.clone(), before[8:]]).tolist()
-    except Exception as error:
-        return [f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"]
-    return [] if sums[0] == sums[2] and len(set(sums)) == 3 else ["it overlooks changed bytes"]
+@probe("the kernel in Triton overlooks changed bytes")
+def _notices_changed_bytes() -> bool:
+    before = torch.arange(99_999, device="cuda").to(torch.uint8)
+    after = before.clone()
+    after[[-1, 50_000]] += 1
+    sums = _checksums_with_triton([before, after, before.clone(), before[8:]]).tolist()
+    return sums[0] == sums[2] and len(set(sums)) == 3
 
 
 _kernel = functools.partial(Kernel, task="checksums of weights whose prefixes are kept")

@@ -22,11 +22,12 @@ from typing import Any
 from fastgen.config import CONFIG
 
 # The largest difference that rounding alone explains between two results of one computation, by dtype: relative to the
-# largest number; for scores (log-probabilities of tokens) absolute.
+# largest number; for scores (log-probabilities of tokens) absolute; for prefixes that of norms.
 TOLERANCES = {
     "logits": {"float64": 1e-6, "float32": 1e-4, "float16": 0.02, "bfloat16": 0.1},
     "product": {"float32": 1e-4, "float16": 0.002, "bfloat16": 0.01},
     "score": {"float32": 1e-4},
+    "prefix": {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.03},
 }
 
 

@@ -4,7 +4,7 @@ A file has a line of JSON for each measurement. Lines are only appended, each in
 the same at the same time, the first line counts. If a file cannot be read or written, each process measures for itself;
 `generate` never fails because of it.
 
-Tests: tests/ops/test_cpu_linear.py, tests/ops/test_device_rates.py
+Tests: tests/ops/test_cpu_linear.py, tests/optimizer/test_trust.py
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ def _move(buffers: Sequence[Tensor], beam_idx: Tensor) -> None:
     function = simd.function("move_rows", torch.float32, _ARGUMENTS)  # for any type
     for states in buffers:
         (layers, rows, heads, length, width), size = states.shape, states.itemsize
-        strides = (ctypes.c_int64 * 3)(*(stride * size for stride in states.stride()[:3]))
+        of_layer, of_row, of_head = states.stride()[:3]
+        strides = (ctypes.c_int64 * 3)(of_layer * size, of_row * size, of_head * size)
         threads = simd.threads_for(states.nbytes, MIN_BYTES_OF_THREAD)
         function(states.data_ptr(), source.data_ptr(), strides, layers, rows, heads, length * width * size, threads)
 

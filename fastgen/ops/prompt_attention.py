@@ -13,15 +13,14 @@ Tests: tests/ops/test_prompt_attention.py
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fastgen.ops.folding import fold, unfold
+from fastgen.ops.probes import probe
 from fastgen.ops.tracing import is_transformed
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -41,19 +40,15 @@ def can_attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], 
     return (mask is not None or length == 1) and (query.shape[1] == keys[1].shape[1] or _takes_grouped_heads())
 
 
-@functools.cache
+@probe("torch's function does not take fewer heads of keys than of queries")
 def _takes_grouped_heads() -> bool:
     """Whether torch's function takes fewer heads of keys than of queries, which it does not document."""
-    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
-        query, keys = torch.arange(64.0).sin().view(1, 2, 4, 8), torch.arange(32.0).cos().view(1, 1, 4, 8)
-        try:
-            gradients = []
-            for states in (keys, keys.expand(-1, 2, -1, -1)):
-                output, sums = _flash(query, states, states, is_causal=True)
-                gradients.append(_flash_backward(query, query, states, states, output, sums, 0.0, True)[1].sum(dim=1))
-        except RuntimeError:
-            return False
-        return bool(torch.allclose(*gradients, atol=1e-4))
+    query, keys = torch.arange(64.0).sin().view(1, 2, 4, 8), torch.arange(32.0).cos().view(1, 1, 4, 8)
+    gradients = []
+    for states in (keys, keys.expand(-1, 2, -1, -1)):
+        output, sums = _flash(query, states, states, is_causal=True)
+        gradients.append(_flash_backward(query, query, states, states, output, sums, 0.0, True)[1].sum(dim=1))
+    return bool(torch.allclose(*gradients, atol=1e-4))
 
 
 def structure_sync(mask: Tensor | None, query: Tensor, keys: Sequence[Tensor]) -> tuple[Tensor | None] | None:

@@ -12,7 +12,6 @@ Tests: tests/ops/test_shared_attention.py
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -21,13 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fastgen.ops import few_queries, flash_attention, prompt_attention, simd
 from fastgen.ops.folding import fold, fold_mask, unfold
 from fastgen.ops.kernel import Kernel, first_supported, gpu_reasons, triton_reasons
+from fastgen.ops.probes import probe
 
-logger = logging.getLogger("fastgen")
+_TRITON = "fastgen.ops.triton_attention"
 
 FEW_QUERIES = 8
 MANY_KEYS = 256
@@ -158,30 +157,23 @@ def _attend_in_triton(query: Tensor, *others: Any, bounds: Bounds | None) -> Ten
     return _triton_attention(query.device).attention(query, *others, bounds)
 
 
-@functools.cache
 def _triton_attention(device: torch.device) -> Any:
-    """Returns the module of kernels in Triton, or None if it is missing, cannot compile, or gives other results.
-
-    The first call on a device must not be captured in a graph.
-    """
-    try:
-        kernels = import_module("fastgen.ops.triton_attention")
-        if not _are_right(kernels.attention, device):
-            raise RuntimeError("the results of a small case differ from torch's")
-        return kernels
-    except Exception as error:  # Triton needs a C compiler, and raises what its driver raises
-        logger.warning("fastgen attends without Triton on %s: %s: %s", device, type(error).__name__, error)
-        return None
+    """Returns the module of kernels in Triton, or None if it is missing, cannot compile, or gives other results."""
+    return import_module(_TRITON) if _is_triton_right(device) else None
 
 
-def _are_right(attention: Callable[..., Tensor], device: torch.device) -> bool:
+@probe("the results of a small case differ from torch's")
+def _is_triton_right(device: torch.device) -> bool:
+    return _is_right(import_module(_TRITON).attention, device)
+
+
+def _is_right(attention: Callable[..., Tensor], device: torch.device) -> bool:
     """Whether this attention agrees with torch's products in a small case, without random numbers."""
-    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
-        sizes = (4, 4, 1, 32), (2, 2, 40, 32), (4, 2, 7, 32)
-        query, *segments = (torch.arange(math.prod(size), device=device).sin().half().view(size) for size in sizes)
-        exact = [segment.float() for segment in segments]
-        expected = attention_by_products(query.float(), exact, exact, None, 0.2)
-        output = attention(query, segments, segments, None, 0.2).float()
+    sizes = (4, 4, 1, 32), (2, 2, 40, 32), (4, 2, 7, 32)
+    query, *segments = (torch.arange(math.prod(size), device=device).sin().half().view(size) for size in sizes)
+    exact = [segment.float() for segment in segments]
+    expected = attention_by_products(query.float(), exact, exact, None, 0.2)
+    output = attention(query, segments, segments, None, 0.2).float()
     return bool(torch.allclose(output, expected, atol=0.01, rtol=0.01))
 
 
@@ -200,14 +192,10 @@ def _can_merge(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], 
     return few_queries.are_plain(query, keys, values) and _is_merged_right(query.device)
 
 
-@functools.cache
+@probe("the results of a small case differ from torch's products")
 def _is_merged_right(device: torch.device) -> bool:
     """Whether torch's flash attention runs on this device, and its sums merge to what torch's products give."""
-    try:
-        return torch.cuda.get_device_capability(device) >= (8, 0) and _are_right(attention_merged, device)
-    except RuntimeError as error:  # a build of torch without flash attention
-        logger.info("fastgen attends without flash attention on %s: %s", device, error)
-        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0) and _is_right(attention_merged, device)
 
 
 def attention_merged(
@@ -320,11 +308,10 @@ def _hides_nan(scores: Tensor) -> bool:
     return few and _gives_zeros_for_nan(scores.shape[-1], scores.dtype, torch.backends.cuda.flash_sdp_enabled())
 
 
-@functools.cache
+@probe("this torch returns NaN for scores that are all NaN")
 def _gives_zeros_for_nan(keys: int, dtype: torch.dtype, flash: bool) -> bool:
-    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
-        query, states = torch.full((1, 1, 1, 1), torch.nan, dtype=dtype), torch.zeros((1, 1, keys, 1), dtype=dtype)
-        return not functional.scaled_dot_product_attention(query, states, states).isnan().any()
+    query, states = torch.full((1, 1, 1, 1), torch.nan, dtype=dtype), torch.zeros((1, 1, keys, 1), dtype=dtype)
+    return not functional.scaled_dot_product_attention(query, states, states).isnan().any()
 
 
 _COUNTED_AS = ("scaled_dot_product_attention", "matmul", "shared_attention")

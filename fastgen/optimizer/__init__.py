@@ -4,6 +4,7 @@ Tests: tests/test_package.py, tests/test_lm_eval.py, tests/test_trl.py
 """
 
 from fastgen.config import CONFIG
+from fastgen.models import LOWEST
 from fastgen.optimizer import fairseq, transformers
 from fastgen.patching import Patch, PatchSet
 
@@ -11,10 +12,10 @@ _LM_EVAL = Patch(
     "lm_eval.log_likelihoods",
     "lm_eval.models.huggingface:HFLM._loglikelihood_tokens",
     "fastgen.optimizer.lm_eval:log_likelihoods",
-    tested=("0.4.13", "0.4.13"),  # by tests/test_lm_eval.py
+    lowest="0.4.13",
     parameters=("self", "requests", "disable_tqdm", "override_bs"),
     group="lm_eval.log_likelihoods",
-    needs=(("transformers", transformers.TESTED[0]),),
+    needs=(("transformers", LOWEST["transformers"]),),
 )
 
 
@@ -23,10 +24,10 @@ def _of_trainer(name: str, method: str, parameters: tuple[str, ...], replacement
         f"trl.{name.lower()}.{replacement}",
         f"trl.trainer.{name.lower()}_trainer:{name}Trainer.{method}",
         f"fastgen.optimizer.trl:{replacement}",
-        tested=("1.16.0", "1.16.0"),  # by tests/test_trl.py; 1.15 needs a GPU, and older ones score in another way
+        lowest="1.16.0",
         parameters=("self", "model", *parameters),
         group=f"trl.{name.lower()}",
-        needs=(("transformers", transformers.TESTED[0]),),
+        needs=(("transformers", LOWEST["transformers"]),),
     )
 
 

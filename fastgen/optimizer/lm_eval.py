@@ -10,29 +10,32 @@ Tests: tests/test_lm_eval.py
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
-from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.report import PREFILL, Reason, that_hold
 from fastgen.optimizer.transformers.checks import generate_call
 from fastgen.optimizer.transformers.context_groups import Pair, contexts_of
 from fastgen.optimizer.transformers.log_likelihoods import TOKENS_PER_BATCH, Scorer, base_of
+from fastgen.optimizer.transformers.sources import shared_scores
 from fastgen.provenance import comes_with
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
 
 # Methods that the harness's method calls, and fastgen's does not.
 METHODS = ("_model_call", "_select_cont_toks")
+SOURCES = [f"lm_eval.models.huggingface:HFLM.{name}" for name in ("_loglikelihood_tokens", *METHODS)]
 
 
 def log_likelihoods(
     original: Callable, self: HFLM, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
 ) -> list[tuple[float, bool]]:
     """Replaces `HFLM._loglikelihood_tokens`: returns sums of log-probabilities, and whether each is the greedy one."""
+    theirs = partial(original, self, requests, disable_tqdm=disable_tqdm, override_bs=override_bs)
     pairs = [(tuple(context), tuple(continuation)) for _, context, continuation in requests]
     with generate_call(self.model, has_steps=False) as call, torch.no_grad():
         reasons = unsupported_reasons(self, requests)
@@ -40,8 +43,9 @@ def log_likelihoods(
         if not reasons:
             scorer = Scorer(call, base_of(self.model), tokens_per_batch(self, pairs), self.softmax_dtype)
             if groups := scorer.groups(contexts_of(pairs)):
-                return _answers(self, requests, pairs, scorer.shared(groups), disable_tqdm)
-    return original(self, requests, disable_tqdm=disable_tqdm, override_bs=override_bs)
+                shared = lambda: _answers(self, requests, pairs, scorer.shared(groups), disable_tqdm)  # noqa: E731
+                return shared_scores([scorer.model], shared, theirs, SOURCES)
+    return theirs()
 
 
 def unsupported_reasons(harness: HFLM, requests: list[Request]) -> list[Reason]:
@@ -52,8 +56,7 @@ def unsupported_reasons(harness: HFLM, requests: list[Request]) -> list[Reason]:
     fit = all(min(both) and sum(both) <= harness.max_length + 1 for both in lengths) and bool(lengths)
     return that_hold(
         ("HARNESS", "the model has an encoder, or runs under autocast", has_encoder),
-        ("UNTESTED", "this version of lm-evaluation-harness was not tested", "lm_eval" in PATCH_SET.untested_hosts),
-        *(("METHOD_REPLACED", f"{name} is not that of HFLM", True) for name in replaced[:1]),
+        ("METHOD_REPLACED", "{} is not that of HFLM", replaced[:1]),
         ("HARNESS", "rolling log-likelihoods are the harness's", any(text is None for text, _, _ in requests)),
         ("HARNESS", "a text is empty or too long for the model", not fit),
     )

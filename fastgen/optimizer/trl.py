@@ -17,6 +17,7 @@ Tests: tests/test_trl.py
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -26,13 +27,14 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from fastgen.optimizer import PATCH_SET
+from fastgen.models.cache_names import CACHE
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.report import PREFILL, LeaveAlone, Reason, leave_alone_for, that_hold
+from fastgen.optimizer.decoding.report import PREFILL, LeaveAlone, Reason, check, leave_alone_for, that_hold
 from fastgen.optimizer.transformers import row_buckets
 from fastgen.optimizer.transformers.checks import generate_call
 from fastgen.optimizer.transformers.row_buckets import Bucket
-from fastgen.optimizer.transformers.token_log_probs import Scores, TokenScorer
+from fastgen.optimizer.transformers.sources import shared_scores
+from fastgen.optimizer.transformers.token_log_probs import Scores, TokenScorer, visible_columns
 
 TOKENS, MASK, COMPLETIONS = "input_ids", "attention_mask", "completion_mask"
 
@@ -81,7 +83,9 @@ def token_scores(
         return torch.cat(log_probs)[places], torch.cat(entropies)[places] if compute_entropy else None, None
 
     options_of_all = {"batch_size": batch_size, "compute_aux_loss": compute_aux_loss, **options, **inputs}
-    return share_or(shared, partial(original, self, model, input_ids, attention_mask, **options_of_all), self, [model])
+    theirs = partial(original, self, model, input_ids, attention_mask, **options_of_all)
+    visible = visible_columns(attention_mask, logits_to_keep)
+    return share_or(shared, theirs, self, [model], "_get_per_token_logps_and_entropies", visible)
 
 
 def preference_loss(
@@ -90,16 +94,22 @@ def preference_loss(
     """Replaces `DPOTrainer._compute_loss`, which scores answers by the model and, unless precomputed, the reference."""
     models = [model] if self.ref_model is None or self.precompute_ref_logps else [model, self.ref_model]
     asked = ["the auxiliary loss"] * self.aux_loss_enabled + ["return_outputs"] * return_outputs
-    return of_answers(lambda scored: original(self, model, scored, return_outputs), self, models, inputs, asked)
+    score = lambda scored: original(self, model, scored, return_outputs)  # noqa: E731
+    return of_answers(score, self, models, inputs, asked, "_compute_loss")
 
 
 def reference_scores(original: Callable[..., Any], self: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
     """Replaces `DPOTrainer.compute_ref_log_probs`, which scores answers by the reference before the training."""
-    return of_answers(partial(original, self, model), self, [model], inputs, [])
+    return of_answers(partial(original, self, model), self, [model], inputs, [], "compute_ref_log_probs")
 
 
 def of_answers(
-    score: Callable[[dict[str, Any]], Result], trainer: Any, models: list[Any], inputs: dict[str, Any], asked: list[str]
+    score: Callable[[dict[str, Any]], Result],
+    trainer: Any,
+    models: list[Any],
+    inputs: dict[str, Any],
+    asked: list[str],
+    method: str,
 ) -> Result:
     """Returns the score of a batch of answers, with what they have in common computed once by each of these models."""
     tokens, mask, answers = inputs[TOKENS], inputs[MASK], inputs[COMPLETIONS]
@@ -113,17 +123,39 @@ def of_answers(
             # The mask stays, because TRL counts its tokens.
             return score({**inputs, TOKENS: tokens[:, first:], COMPLETIONS: answers[:, first:]})
 
-    return share_or(shared, partial(score, inputs), trainer, models)
+    return share_or(shared, partial(score, inputs), trainer, models, method)
 
 
 def share_or(
-    shared: Callable[[list[StateScorer]], Result], original: Callable[[], Result], trainer: Any, models: list[nn.Module]
+    shared: Callable[[list[StateScorer]], Result],
+    original: Callable[[], Result],
+    trainer: Any,
+    models: list[nn.Module],
+    method: str,
+    visible: Tensor | None = None,
 ) -> Result:
-    """Returns the result of `shared`, or of the original if `shared` leaves the call alone; reports why."""
+    """Returns the result of `shared`, or of the original if `shared` leaves the call alone; reports why.
+
+    method: of TRL's trainer. visible: see `shared_scores`.
+    """
     bases = [base_of(trainer, model) for model in models]
+    kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.") and method in vars(kind)]
+    sources = [f"{kind.__module__}:{kind.__qualname__}.{method}" for kind in kinds]
+    metrics: list[Any] = []
+
+    def plain() -> Result:
+        result = original()
+        if hasattr(trainer, "_metrics"):  # to which a trial would add
+            metrics[:] = [copy.deepcopy(trainer._metrics)]
+        return result
+
     with generate_call(bases[0], has_steps=False) as call:
+        scorers = [StateScorer(call, base) for base in bases]
         try:
-            return shared([StateScorer(call, base) for base in bases])
+            result = shared_scores(bases, partial(shared, scorers), plain, sources, visible)
+            if metrics:
+                trainer._metrics = metrics[0]
+            return result
         except LeaveAlone as left_alone:
             reasons, call.is_accelerated = left_alone.reasons, False
             call.report.shared.clear()
@@ -150,7 +182,6 @@ def buckets_sync(
     is_split = getattr(trainer.accelerator, "parallelism_config", None) is not None
     leave_alone_for(
         that_hold(
-            ("UNTESTED", "this version of TRL was not tested", "trl" in PATCH_SET.untested_hosts),
             ("TRAINER", "the trainer uses {}", sorted(asked)[:1]),
             ("TRAINER", "the rows or columns of a batch are split among devices", is_split),
             ("VIRTUAL_TOKENS", "{} puts tokens of its own before the prompt, or looks for some in it", virtual[:1]),
@@ -206,6 +237,7 @@ class StateScorer(TokenScorer):
         finally:
             del vars(self.backbone)["forward"]
 
+    @check(PREFILL)
     def _states_sync(self, tokens: Tensor, mask: Tensor, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
         passed = {name for name, value in kwargs.items() if value is not None} - _OF_OUTPUTS
         if args or passed != {TOKENS, MASK}:
@@ -222,7 +254,7 @@ class StateScorer(TokenScorer):
         return BaseModelOutputWithPast(last_hidden_state=torch.cat([states, last], dim=1))
 
     def _logits(self, columns: int, input_ids: Tensor, mask: Tensor | None, cache: Any = None) -> Tensor:
-        outputs = self.forward(input_ids, attention_mask=mask, past_key_values=cache, use_cache=cache is not None)
+        outputs = self.forward(input_ids, attention_mask=mask, use_cache=cache is not None, **{CACHE: cache})
         return outputs.last_hidden_state[:, -columns:]
 
     def _scores(self, tokens: Tensor, logits: Tensor) -> Scores:

@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 from fastgen.ops.tracing import is_transformed, is_watched
 from fastgen.optimizer.decoding.call import GenerateCall, current_call, generate_call
 from fastgen.optimizer.decoding.faster_forwards import FasterForward, faster_forwards
-from fastgen.optimizer.decoding.report import TORCH_MODE, VOCODER, Reason, that_hold
+from fastgen.optimizer.decoding.report import MODES, VOCODER, Reason, that_hold
 from fastgen.provenance import comes_with
 
 ONEDNN = "vocoder, oneDNN"
@@ -76,7 +76,7 @@ def unsupported_reasons(owner: nn.Module, states: Tensor) -> list[Reason]:
         ("MIXED", "weights and inputs have several dtypes or devices", kinds - {(nn.Parameter, True, torch.float32)}),
         ("GRADIENTS", "autograd records", records),
         ("AUTOCAST", "autocast is on", torch.is_autocast_enabled("cpu")),
-        (TORCH_MODE, is_transformed() or is_watched()),
+        ("TORCH_MODE", MODES, is_transformed() or is_watched()),
     )[:1]
 
 

@@ -20,8 +20,7 @@ class Patch:
     replacement: "package.module:function", imported when the target is first called, so that neither `import fastgen`
         nor the import of the host grows. It is called as `replacement(original, *args, **kwargs)`; for a method
         `args[0]` is the instance, or the class, and `original` is the unbound function.
-    tested: the lowest and the newest version of the host that it was tested with. On a lower one the patch is
-        skipped, on a newer one it is applied and the host is added to `PatchSet.untested_hosts`.
+    lowest: the lowest version of the host that it was tested with; on a lower one the patch is skipped.
     parameters: names that the signature of the target must have; "cache|past_key_values" means one of both.
     group: patches of one group are applied all or none.
     needs: the lowest versions of other packages that the replacement imports.
@@ -30,7 +29,7 @@ class Patch:
     name: str
     target: str
     replacement: str
-    tested: tuple[str, str]
+    lowest: str
     parameters: tuple[str, ...]
     group: str
     needs: tuple[tuple[str, str], ...] = ()
@@ -51,7 +50,7 @@ class Patch:
         return self.module.partition(".")[0]
 
 
-def patch_group(host: str, tested: tuple[str, str], group: str, *patches: tuple[str, str, str]) -> list[Patch]:
+def patch_group(host: str, lowest: str, group: str, *patches: tuple[str, str, str]) -> list[Patch]:
     """Returns patches of one group from the name, the target with its required parameters, and the replacement of each.
 
     Names, groups and targets are relative to the host, "generation.utils:GenerationMixin.generate(self)", and
@@ -62,7 +61,7 @@ def patch_group(host: str, tested: tuple[str, str], group: str, *patches: tuple[
             f"{host}.{name}",
             f"{host}.{target.partition('(')[0]}",
             f"fastgen.optimizer.{host}.{replacement}",
-            tested,
+            lowest,
             tuple(target.partition("(")[2].rstrip(")").split(", ")),
             f"{host}.{group}",
         )
@@ -121,7 +120,7 @@ class PatchStates(list[PatchState]):
         return (("no patch is active", "; ".join(refused) or "no library is imported that fastgen patches"),)
 
     def _reasons_of_many_groups(self) -> list[str]:
-        """Returns the reasons that several groups share, such as a host's version: printed once, below the table."""
+        """Returns the reasons that several groups share, such as `fastgen.enabled()`: printed once, below the table."""
         groups: dict[str, set[str]] = {}
         for patch in self:
             if patch.state == "applied" and patch.reason:

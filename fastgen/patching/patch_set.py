@@ -3,7 +3,7 @@
 Errors here must not break the host: an error is recorded as a state and logged, and the original stays. If
 `is_strict()` is true (tests, CI), it is raised.
 
-Tests: tests/patching/test_patching.py, tests/patching/test_patching_conflicts.py
+Tests: tests/patching/test_patching.py, tests/patching/test_patching_conflicts.py, tests/patching/test_fallback.py
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
 
+from fastgen.patching.fallback import Fallback, SwitchedOff
 from fastgen.patching.import_hooks import LOCK, call_after_import
 from fastgen.patching.patch import Patch, PatchState, PatchStates
-from fastgen.patching.target import Target, Unmet, find_target, too_old, untested_reason
-from fastgen.provenance import is_from_elsewhere, packages_of
+from fastgen.patching.target import Target, Unmet, find_target, host_version, too_old
+from fastgen.provenance import packages_of
 
 logger = logging.getLogger("fastgen")
-
-_FINAL = "__fastgen_final__"
 
 # The value of the innermost `switched` of this thread or task; unset outside.
 _switch: ContextVar[bool] = ContextVar("fastgen_switch")
@@ -61,26 +60,11 @@ def warn(message: str) -> None:
         logger.warning(message)
 
 
-def make_final(error: BaseException) -> None:
-    """Marks an error of a replacement as the caller's: the original must not do the work again."""
-    vars(error)[_FINAL] = True
-
-
-def is_final(error: BaseException) -> bool:
-    """Whether `make_final` has marked this error."""
-    return _FINAL in vars(error)
-
-
-class SwitchedOff(RuntimeError):
-    """Raised by a replacement that cannot continue because its patches were reverted; the original does the work."""
-
-
 @dataclass
 class _Record:
     patch: Patch
     state: str = "pending"
     reason: str = ""
-    untested: bool = False
     target: Target | None = None
 
     def set(self, state: str, reason: str) -> None:
@@ -90,13 +74,11 @@ class _Record:
 class PatchSet:
     """Applies and reverts `patches`; every method may be called twice, and from any thread.
 
-    untested_hosts: hosts that are newer than one of their patches was tested with, or have no version. direct: the
-    patches that replace the host's own function, not one that another library has put there.
+    direct: the patches that replace the host's own function, not one that another library has put there.
     """
 
     def __init__(self, patches: Iterable[Patch], *, is_strict: Callable[[], bool] = lambda: False) -> None:
         self._is_strict = is_strict
-        self.untested_hosts: set[str] = set()
         self.direct: set[str] = set()
         self._groups: dict[str, list[_Record]] = {}
         self._by_name: dict[str, _Record] = {}
@@ -105,7 +87,7 @@ class PatchSet:
             self._groups.setdefault(patch.group, []).append(record)
         self._modules: dict[str, ModuleType] = {}
         self._hooked: set[str] = set()
-        self._warned_versions: set[str] = set()  # logged messages about hosts that are too old
+        self._warned: set[str] = set()  # groups that do not fit their host, and hosts that are too old
         self._armed = False
         self._everywhere = False  # also outside of `switched`
 
@@ -167,15 +149,20 @@ class PatchSet:
             for record in () if self._armed else self._records():
                 record.set("skipped", reason)
 
-    def fail(self, group: str, reason: str) -> None:
+    def fail(self, group: str, reason: str, error: Exception | None = None) -> None:
         """Switches a group off because its results differ from the original's, or might; `arm(again=True)` undoes it.
 
-        reason: what differed, for a warning and the states.
+        reason: what differed, for a warning and the states; or the patch that raised `error`, which is logged instead.
         """
         if group not in self._groups:
             raise ValueError(f"group is {group!r} (accepted: {', '.join(self._groups)})")
+        if error is not None:
+            reason = f"{reason} raised {type(error).__name__}: {error}"
         if self._take_back(group, "failed", reason):
-            warn(f"fastgen leaves {group} to the originals: {reason}")
+            if error is None:
+                warn(f"fastgen leaves {group} to the originals: {reason}")
+            else:
+                logger.warning("fastgen leaves %s to the originals: %r", group, error, exc_info=error)
 
     def load_replacements(self) -> None:
         """Imports the replacements of applied patches, so that the states show failures before the first call."""
@@ -186,7 +173,7 @@ class PatchSet:
                 except Exception as error:
                     if self._is_strict():
                         raise
-                    self._replacement_failed(record, error)
+                    self.fail(record.patch.group, record.patch.name, error)
 
     def states(self) -> PatchStates:
         """Returns the state of every patch, in their order."""
@@ -199,7 +186,7 @@ class PatchSet:
     def _reason(self, record: _Record) -> str:
         if self._everywhere or record.state != "applied":
             return record.reason
-        return "; ".join(filter(None, ["inside fastgen.enabled() only", record.reason]))
+        return "inside fastgen.enabled() only"
 
     @property
     def switched_off(self) -> dict[str, str]:
@@ -233,10 +220,9 @@ class PatchSet:
         if patch.host in sys.modules and (why := too_old(patch)):
             for record in records:
                 record.set("skipped", why)
-            versions = why.partition(" (tested: ")[0]
-            if versions not in self._warned_versions:
-                self._warned_versions.add(versions)
-                logger.warning("fastgen leaves %s alone: %s", patch.host, versions)
+            if why not in self._warned:
+                self._warned.add(why)
+                logger.warning("fastgen leaves %s alone: %s", patch.host, why)
             return
         missing = {r.patch.module for r in records if not self._is_imported(r.patch.module)}
         if missing:
@@ -254,12 +240,13 @@ class PatchSet:
             except Unmet as why:
                 unmet[record.patch.name] = str(why)
         if unmet:
-            others = f"{group} is applied all or none, without {', '.join(unmet)}"
             for record in records:
-                reason = unmet.get(record.patch.name, others)
-                if reason != record.reason:
-                    logger.info("fastgen skips %s: %s", record.patch.name, reason)
-                record.set("skipped", reason)
+                rest = f"{group} is applied all or none, without {', '.join(unmet)}"
+                record.set("skipped", unmet.get(record.patch.name, rest))
+            if group not in self._warned:
+                self._warned.add(group)
+                version = host_version(patch.host) or "without a version"
+                warn(f"fastgen leaves {group} to {patch.host} {version}: {'; '.join(unmet.values())}")
             return
         for record, target in targets:
             if target.installed is None:
@@ -270,11 +257,8 @@ class PatchSet:
                 self.direct.add(record.patch.name)
             else:
                 self.direct.discard(record.patch.name)
-            reason = untested_reason(record.patch)
-            record.untested = bool(reason)
-            record.set("applied", reason)
+            record.set("applied", "")
             logger.debug("fastgen applied %s", record.patch.name)
-        self.untested_hosts = {record.patch.host for record in self._records() if record.untested}
 
     def _is_imported(self, name: str) -> bool:
         module = sys.modules.get(name)
@@ -293,14 +277,10 @@ class PatchSet:
                 record.set(state, reason + left)
             return True
 
-    def _replacement_failed(self, record: _Record, error: Exception) -> None:
-        if self._take_back(record.patch.group, "failed", f"{record.patch.name} raised {type(error).__name__}: {error}"):
-            logger.warning("fastgen leaves %s to the originals: %r", record.patch.group, error, exc_info=error)
-
     def _wrapper(self, record: _Record, target: Target) -> Callable:
         """Returns the function in place of the target: it calls the replacement, or the original if fastgen is off."""
         function = target.function
-        own = (record.patch.host, record.patch.replacement.partition(":")[0].partition(".")[0])
+        packages = (record.patch.host, record.patch.replacement.partition(":")[0].partition(".")[0])
         replacement: Callable | None = None
 
         def call(*args: object, **kwargs: object) -> object:
@@ -321,7 +301,7 @@ class PatchSet:
                     replacement = _load(record.patch.replacement)
                 return replacement(original, *args, **kwargs)
             except Exception as error:
-                if called or is_final(error) or is_from_elsewhere(error, *own):
+                if not Fallback(*packages, is_callers=called).claims(error):
                     raise
                 if not self._is_strict():
                     traceback.clear_frames(error.__traceback__)  # frees what the replacement had allocated
@@ -331,7 +311,7 @@ class PatchSet:
             if self._is_strict():
                 raise ours
             if not isinstance(ours, SwitchedOff):
-                self._replacement_failed(record, ours)
+                self.fail(record.patch.group, record.patch.name, ours)
             return result
 
         wrapper = _standing_in_for(function, call)

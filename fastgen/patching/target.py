@@ -20,7 +20,6 @@ from fastgen.patching.patch import Patch
 
 _ABSENT = object()
 _MARK = "__fastgen_patch__"
-_UNTESTED = "verified on first use, or left to the original"
 
 
 class Unmet(Exception):
@@ -148,20 +147,9 @@ def upgrade_reason(lowest: str, host: str) -> str:
 
 def too_old(patch: Patch) -> str:
     """Returns why the installed versions are too old for `patch`; empty if they are not."""
-    lowest, newest = patch.tested
-    if why := older_than(lowest, patch.host):
-        return f"{why} (tested: {lowest} to {newest})"
+    if why := older_than(patch.lowest, patch.host):
+        return why
     return next(filter(None, (older_than(least, package) for package, least in patch.needs)), "")
-
-
-def untested_reason(patch: Patch) -> str:
-    """Returns why the host's version needs verification on first use; empty within the tested versions."""
-    version, newest = host_version(patch.host), patch.tested[1]
-    if version is None:
-        return f"{patch.host} does not tell its version: {_UNTESTED}"
-    if _release(version) > _release(newest):
-        return f"{patch.host} {version} is newer than the newest tested {newest}: {_UNTESTED}"
-    return ""
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -69,7 +69,7 @@ def fast(write):
 
 
 def make_patch(target, replacement, **changes):
-    fields = {"tested": ("1.0", "2.0"), "parameters": ("x",), "group": "group"} | changes
+    fields = {"lowest": "1.0", "parameters": ("x",), "group": "group"} | changes
     return Patch(target, target, replacement, **fields)
 
 

@@ -25,6 +25,7 @@ from unittest.mock import patch
 import numpy
 import torch
 import transformers
+from architectures import SPECIAL
 from copied_text import Forced, Noting, copying
 from fuzz_cases import Case, draw, draw_copying, model_of
 from fuzz_changes import PROGRAMS
@@ -35,6 +36,7 @@ from torch import nn
 import fastgen
 from fastgen.ops import cpu_linear
 from fastgen.optimizer.transformers import kv_layers
+from fastgen.optimizer.transformers.drafts import DraftedSteps
 from fastgen.testing import ANY_SIZE, configured, costs, force
 
 HALF_TOLERANCE = 0.25
@@ -119,22 +121,25 @@ def _with_states(model: nn.Module, case: Case, arguments: dict[str, Any], stock:
 
 
 def _with_copied_text(model: nn.Module, case: Case, arguments: dict[str, Any]) -> tuple:
-    """Returns the result of generate, and the tokens of all calls of user code, for a text that copies the prompt."""
+    """Returns the result of generate, and what user code was called with, for a text that copies the prompt."""
     choice = random.Random(case.seed)
     noting = Noting(choice.choice((None, 9, 30)))
     prompt = next(iter(case.inputs.values()))
     source = case.inputs.get("input_ids", torch.ones(prompt.shape[:2], dtype=torch.long))
     own = case.inputs.get("decoder_input_ids", torch.ones(len(source), 1)) if case.kind == "seq2seq" else source
-    forces = Forced(
-        copying(source, 40, case.seed), own.shape[1] * (not case.by_embeddings), choice.choice((0, 0, 3, 7))
-    )
+    texts = copying(source, 40, case.seed)
+    if case.pads:
+        for text in texts:
+            for position in choice.sample(range(40), 5):
+                text[position] = SPECIAL["pad_token_id"]
+    forces = Forced(texts, own.shape[1] * (not case.by_embeddings), choice.choice((0, 0, 3, 7)))
     more: dict[str, Any] = {"logits_processor": [forces, *([noting] if choice.random() < 0.5 else [])]}
     if noting.stops_at:
         more["stopping_criteria"] = [noting]
     if len(source) == 1 and choice.random() < 0.5:
         more["streamer"] = noting
     result = model.generate(**case.inputs, **arguments, **more)
-    return result, [tokens for tokens, _ in noting.calls]
+    return result, [value for call in noting.calls for value in call if value is not None]
 
 
 @contextmanager
@@ -145,6 +150,8 @@ def _around(case: Case, model: nn.Module) -> Iterator[None]:
         stack.enter_context(configured(share="auto" if by_gates else "always"))
         if case.context != "default gates":
             stack.enter_context(costs(min_computed=0.0))  # drafts of tiny models
+        if case.copies:
+            stack.enter_context(patch.object(DraftedSteps, "_cost", lambda self, rows, size: 1.0))
         if case.context in ("repeated keys", "keys written in place"):  # the prompt once, and its keys for each row
             stack.enter_context(costs(prefill_overhead=0.0))
         if case.context == "keys written in place":

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from architectures import BY_NAME
-from own_models import ODD, odd_model
+from own_models import ODD, odd_model, preparing_model
 from tiny_models import padded, tiny, token_ids
 from torch import nn
 
@@ -18,6 +18,10 @@ LONG = ("pegasus", "bart", "marian", "gpt2", "llama")
 # In half precision a token that another expert computes differs by more than rounding.
 HALF = "gpt2 llama llama-eager mistral qwen2 gemma2 opt bart bart-eager pegasus t5 mt5".split()
 WAYS = {way.__name__: way for way in ODD}
+# Decoder-only models that prepare the inputs of a step by a method of their own, see `own_models.py`.
+PREPARING = ("llama-prefix", "llama-counting", "phi3-short")
+# Models whose tokens have types, of which two exist everywhere.
+TYPED = ("gpt2", "gpt2-long", "bert", "roformer", "openai-gpt", "ctrl")
 POSITIONS = {"max_position_embeddings": 512, "n_positions": 512}
 
 NAMES = {
@@ -76,6 +80,7 @@ class Case:
     words: list[str] = field(default_factory=list)  # its peculiarities
     by_embeddings: bool = False  # the model gets `inputs_embeds` in place of `input_ids`
     copies: bool = False  # user code forces a text that copies the prompt, and notes its calls
+    pads: bool = False  # this text has padding tokens inside
     tokens_only: bool = False  # no scores, attentions and caches, which only the library's loops return
 
     def __str__(self) -> str:
@@ -92,9 +97,10 @@ class Case:
         """Returns whether a second call differs in the library, too: each way gets a copy of an unused model.
 
         BigBird and BigBird-Pegasus give up sparse attention at a short input, for good, with new modules that draw
-        random numbers; RecurrentGemma remembers its last states.
+        random numbers; RecurrentGemma remembers its last states. PEFT's prefix tuning, and a program that counts steps,
+        set attributes of the model in each call, so two threads cannot call it.
         """
-        return "bird" in self.name or self.name == "recurrent_gemma"
+        return "bird" in self.name or self.name in ("recurrent_gemma", "llama-prefix", "llama-counting")
 
     @property
     def program(self) -> str:
@@ -118,6 +124,8 @@ def kind_of(name: str) -> str:
 
 @functools.cache
 def model_of(name: str, dtype: torch.dtype) -> nn.Module:
+    if name in PREPARING:
+        return preparing_model(name).to(dtype)
     if name.startswith("odd-"):
         return odd_model(WAYS[name.removeprefix("odd-")]).to(dtype)
     if name.endswith("-long"):
@@ -157,8 +165,32 @@ def draw_copying(seed: int) -> Case:
     for name in ("num_beams", "num_return_sequences", "output_hidden_states"):
         case.arguments.pop(name, None)
     case.arguments["max_new_tokens"] = random.choice((12, 24, 40))
-    case.words.append("(a copied text)")
+    if random.random() < 0.7:
+        _draw_repetitions(random, case)
+    case.pads = random.random() < 0.25
+    if case.kind == "causal" and "input_ids" in case.inputs and random.random() < 0.4:
+        _draw_preparation(random, case)
+    case.words.append("(a copied text with padding inside)" if case.pads else "(a copied text)")
     return case
+
+
+def _draw_repetitions(random: Random, case: Case) -> None:
+    """Chooses inputs that are long enough to be copied, and arguments that allow it."""
+    for name in ("use_cache", "eos_token_id", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"):
+        case.arguments.pop(name, None)
+    case.by_embeddings = False
+    lengths = [random.randint(12, 30) for _ in range(random.choice((1, 1, 2, 3)))]
+    case.inputs = padded(*lengths, side="left" if case.kind == "causal" else "right", seed=case.seed)
+
+
+def _draw_preparation(random: Random, case: Case) -> None:
+    """Chooses a model whose inputs of a step depend on more than tokens and positions."""
+    case.by_embeddings = False
+    case.name = random.choice(PREPARING * 2 + TYPED)
+    if case.name in TYPED:
+        ids = case.inputs["input_ids"]
+        generator = torch.Generator().manual_seed(case.seed)
+        case.inputs["token_type_ids"] = torch.randint(0, 2, ids.shape, generator=generator)
 
 
 def _draw_decoding(random: Random, case: Case) -> None:

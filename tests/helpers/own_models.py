@@ -1,8 +1,11 @@
-"""Small model classes of user code, with an attention that each test chooses."""
+"""Small models of user code: an attention that each test chooses, or a preparation of inputs of their own."""
+
+from types import MethodType
 
 import torch
 from architectures import SPECIAL, VOCABULARY
-from tiny_models import lively
+from peft import PrefixTuningConfig, get_peft_model
+from tiny_models import lively, tiny
 from torch import Tensor, nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -48,7 +51,8 @@ class OddModel(PreTrainedModel, GenerationMixin):
                 keys, values = cache.update(keys, values, index)
             total = keys.shape[2]
             mask = torch.ones(length, total, dtype=torch.bool).tril(total - length)
-            mask = mask & attention_mask[:, None, None, :total].bool()  # [rows, 1, length, total]
+            if attention_mask is not None:
+                mask = mask & attention_mask[:, None, None, :total].bool()  # [rows, 1, length, total]
             mask = torch.where(mask, 0.0, -1e9).to(query.dtype)
             attended = self.attend(query, keys, values, mask)
             hidden_states = hidden_states + attended.transpose(1, 2).reshape(rows, length, HIDDEN)
@@ -96,3 +100,27 @@ def by_rows_of_numpy(query, keys, values, mask):
 
 # Uses of keys that no library model has.
 ODD = (by_einsum, by_sliced_keys, by_key_order, by_rows_of_numpy)
+
+
+def preparing_model(name: str) -> nn.Module:
+    """Returns a tiny model that prepares the inputs of a step itself.
+
+    llama-prefix: PEFT's prefix tuning. llama-counting: by a method of the program, which changes tokens by the number
+    of steps so far. phi3-short: drops its cache at the 13th token.
+    """
+    if name == "phi3-short":
+        return tiny("phi3", original_max_position_embeddings=12)
+    model = tiny("llama")
+    if name == "llama-prefix":
+        return get_peft_model(model, PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")).eval()
+    model.prepare_inputs_for_generation = MethodType(_counting_steps, model)
+    return model
+
+
+def _counting_steps(self, input_ids, is_first_iteration=False, **kwargs):
+    kind = type(self)
+    inputs = kind.prepare_inputs_for_generation(self, input_ids, is_first_iteration=is_first_iteration, **kwargs)
+    self.steps = 0 if is_first_iteration else self.steps + 1
+    if not is_first_iteration:
+        inputs["input_ids"] = (inputs["input_ids"] + self.steps // 4) % VOCABULARY
+    return inputs

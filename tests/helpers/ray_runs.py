@@ -54,9 +54,9 @@ cluster.shutdown()
 
     def remove_node(self) -> None:
         """Kills the last node, and waits for the end of its worker, which sees only later that its node is gone."""
-        before = _workers()
+        workers = self._workers()
         self._ask("remove")
-        while not before - _workers():
+        while all(worker.is_running() for worker in workers):
             time.sleep(0.05)
 
     def add_node(self) -> None:
@@ -77,8 +77,14 @@ cluster.shutdown()
                 return line.removeprefix(word).strip()
         raise RuntimeError("the cluster has ended")
 
+    def _workers(self) -> list[psutil.Process]:
+        """Returns the processes of this cluster that have a model."""
+        processes = psutil.Process(self._process.pid).children(recursive=True)
+        return [process for process in processes if _command(process).startswith("ray::Worker")]
 
-def _workers() -> set[int]:
-    """Returns the processes of this machine that have a model."""
-    processes = psutil.process_iter(["cmdline"])
-    return {process.pid for process in processes if (process.info["cmdline"] or [""])[0].startswith("ray::Worker")}
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from fastgen.ops.device_rates import CPU
-from fastgen.optimizer.decoding.cost_model import CPU_CAPTURES, GPU_CAPTURES
+from fastgen.optimizer.decoding.cost_model import CPU, CPU_CAPTURES, GPU_CAPTURES
 from fastgen.optimizer.decoding.graphs import CpuCapture
 from fastgen.optimizer.decoding.report import MATERIALIZED, STEPS, Report
 from fastgen.optimizer.decoding.segmented_kv import OPERATIONS

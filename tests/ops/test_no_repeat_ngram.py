@@ -187,7 +187,7 @@ class TestForTorch:
         no_repeat_ngram(tokens, scores, 2)
         assert scores._version == 0
         no_repeat_ngram_(tokens, scores, 2)
-        assert scores._version == 1
+        assert scores._version > 0  # torch counts two writes, the kernel one
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
@@ -205,7 +205,7 @@ class TestChoice:
 
     @pytest.fixture(autouse=True)
     def _forget(self):
-        caches = (kernels.proven_reasons, kernels._kernel_for, load, kernels._cpu)
+        caches = (kernels.bans_as_torch, kernels._kernel_for, load, kernels._cpu)
         for cache in caches:
             cache.cache_clear()
         yield
@@ -240,8 +240,8 @@ class TestChoice:
     @pytest.mark.parametrize(
         ("ban", "reason"),
         [
-            (lambda tokens, scores, *others: scores.fill_(-torch.inf), "differs from torch on a CPU for cpu"),
-            (lambda *arguments: None, "differs from torch on a CPU for cpu"),
+            (lambda tokens, scores, *others: scores.fill_(-torch.inf), "differs from torch on a CPU"),
+            (lambda *arguments: None, "differs from torch on a CPU"),
             (lambda *arguments: 1 / 0, "ZeroDivisionError: division by zero"),
         ],
         ids=["bans all", "does nothing", "raises"],
@@ -260,15 +260,15 @@ class TestChoice:
         assert module.unsupported_reasons(*arguments) == []
         wrong = mock.Mock(ban=lambda tokens, scores, *others: scores.fill_(-torch.inf))
         monkeypatch.setattr(module, "reference", wrong)
-        assert module.unsupported_reasons(*arguments) == ["differs from torch on a CPU for cpu"]
+        assert module.unsupported_reasons(*arguments) == ["differs from torch on a CPU"]
         for device in ("mps", "xpu"):
-            [reason] = kernels.proven_reasons(reference.ban, device)
+            [reason] = kernels.bans_as_torch.reasons(reference.ban, device)
             assert "Error: " in reason and "\n" not in reason
 
     def test_kernels_for_a_gpu_wait_for_the_switch(self, first, monkeypatch):
         kernel, tried = first(device="cuda", machine_reasons=gpu_reasons), []
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(kernels, "proven_reasons", lambda *arguments: tried.append(arguments) or [])
+        monkeypatch.setattr(kernels.bans_as_torch, "reasons", lambda *arguments: tried.append(arguments) or [])
         monkeypatch.setattr(CONFIG, "cuda_kernels", False)
         assert kernel_for("cuda").name == "torch" and not tried
         assert kernel.unsupported_reasons() == ["FASTGEN_CUDA_KERNELS=0"]

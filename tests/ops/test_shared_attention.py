@@ -200,5 +200,6 @@ def test_triton_attention_is_used_if_it_agrees_with_torch(monkeypatch, attention
     kernels = SimpleNamespace(attention=attention)
     monkeypatch.setattr(module, "import_module", lambda name: kernels)
     state = torch.get_rng_state()
-    assert (module._triton_attention.__wrapped__(torch.device("cpu")) is kernels) is is_used
+    monkeypatch.setattr(module._is_triton_right, "_answers", {})
+    assert (module._triton_attention(torch.device("cpu")) is kernels) is is_used
     assert torch.equal(state, torch.get_rng_state())

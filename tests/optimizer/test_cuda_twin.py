@@ -186,7 +186,7 @@ assert check("attention") == 1
 results = json.loads(Path("gpu-check.json").read_text())
 assert list(results) == list(gpu_check.PARTS)
 assert results["attention"] == {"error": "ValueError: it is to fail"}
-assert check("rates", "parity", "generate", "tests") == 0
+assert check("break_even", "parity", "generate", "tests") == 0
 """
 
 
@@ -199,7 +199,7 @@ def test_a_dry_run_of_gpu_check_writes_each_part(library, tmp_path):
     done = run_python("-c", DRY_RUN, str(library), path=path, cwd=tmp_path, **environment)
     assert not done.returncode, done.stdout + done.stderr
     results, page = json.loads((tmp_path / "gpu-check.json").read_text()), page_file.read_text()
-    assert list(results) == ["environment", "attention", "rates", "parity", "generate", "tests", "sanitize"]
+    assert list(results) == ["environment", "attention", "break_even", "parity", "generate", "tests", "sanitize"]
     assert all(way["equal_tokens"] == 1 for ways in results["generate"].values() for way in ways.values())
     assert len(results["generate"]) == 8 + HAS_FAIRSEQ
     assert all(ways["fastgen"]["replayed"] for ways in results["generate"].values())
@@ -207,7 +207,7 @@ def test_a_dry_run_of_gpu_check_writes_each_part(library, tmp_path):
         assert dtypes["float32"]["equal"] == 4 and all(cell["replayed"] for cell in dtypes.values())
     assert all(ways.keys() == {"stock", "torch's products", "fastgen"} for ways in results["attention"].values())
     assert "no-repeat n-gram (CUDA: " in page
-    assert results["rates"]["break_even"].keys() == {"eager", "in a graph"} and "Rates by a probe: " in page
+    assert results["break_even"].keys() == {"eager", "in a graph"} and "by the rates of an H200" in page
     assert results["tests"]["status"] == 0 and "1 passed" in page
     assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page and "dry run" in page
     assert page.count("beam 4") == sum("beam 4" in name for part in ("attention", "generate") for name in results[part])

@@ -3,11 +3,12 @@
 import json
 import logging
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from python_process import REPOSITORY
 from reports import PREFILL, capturing
-from tiny_models import BEAMS, padded, tiny
+from tiny_models import BEAMS, padded, tiny, token_ids
 from versions import needs
 
 import fastgen
@@ -110,6 +111,34 @@ def test_a_call_without_generation_has_no_steps_in_its_verdict():
         call.set_rows(1, 2)
     assert call.report.verdict == "prompts shared" and not call.report.not_done
     assert str(call.report).splitlines()[1].startswith("  Model: 1 input, 2 rows, ")
+
+
+def test_the_last_rollout_and_the_last_scoring_have_reports():
+    model = tiny("gpt2")
+    model.generate(**padded(9, 5), **BEAMS)
+    rollout = fastgen.explain()
+    fastgen.token_log_probs(model, token_ids(2, 9), None, completion_length=3)
+    scoring = fastgen.explain()
+    assert fastgen.explain("scoring") is scoring and not scoring.has_steps
+    assert fastgen.explain("generate") is rollout and rollout.has_steps
+    model.generate(**padded(9, 5), **BEAMS)
+    assert fastgen.explain() is fastgen.explain("generate") is not rollout and fastgen.explain("scoring") is scoring
+
+
+def test_without_a_scoring_the_report_says_that_there_was_none():
+    def reports():
+        tiny("gpt2").generate(**padded(9, 5), **BEAMS)
+        return fastgen.explain(), fastgen.explain("scoring")
+
+    with ThreadPoolExecutor(1) as pool:  # a thread without calls
+        generated, scored = pool.submit(reports).result()
+    assert generated.rows and scored.codes() >= {"NO_CALL"}
+    assert "no scoring of texts of this thread has gone through fastgen" in str(scored)
+
+
+def test_an_unknown_kind_of_report_is_named():
+    with pytest.raises(ValueError, match=r"^kind is 'rollout' \(accepted: None, 'generate', 'scoring'\)$"):
+        fastgen.explain("rollout")
 
 
 @LOOPS

@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 import fastgen
 from fastgen.optimizer.decoding.call import current_call
+from fastgen.optimizer.decoding.verify import Run, Verification
 
 
 @pytest.mark.parametrize("arguments", [GREEDY, BEAMS, SAMPLES], ids=("greedy", "beams", "samples"))
@@ -20,14 +21,38 @@ def test_equal_outputs_are_reported_with_speed_and_memory(share_always, name, ar
     result = fastgen.verify(tiny(name), padded(9, 5), **arguments)
     assert result.equal and result.difference is None
     assert result.rows == 2 * arguments.get("num_return_sequences", 1)
-    assert result.ours.seconds > 0 and result.theirs.seconds > 0
-    assert result.speedup == result.theirs.seconds / result.ours.seconds
+    assert len(result.ours.turns) == len(result.theirs.turns) >= 5 and min(result.ours.turns) > 0
     assert result.report is fastgen.explain() and bool(result.report.shared) == (result.rows > 2)
     text = repr(result).splitlines()
     assert text[0] == f"equal: {result.rows} rows" and text[1].startswith("  transformers: ")
+    assert text[3].startswith(f"  {result.ratio}")
     read = json.loads(json.dumps(result.as_dict()))
     assert read["equal"] and read["report"]["verdict"] in repr(result)
     assert read["fastgen"]["memory"] is None or read["fastgen"]["memory"] >= 0
+    assert read["fastgen"]["turns"] == result.ours.turns and read["speedup"] == result.speedup
+
+
+@pytest.mark.parametrize(
+    ("ours", "speedup", "summary"),
+    [
+        ([1.0, 1.0, 1.25], 2.0, "2.00 times as fast (1.60 to 2.00 in 3 turns)"),
+        ([0.2, 1.0, 3.0], None, "no ratio: 3 turns differ too much, 0.67 to 10.00 times as fast"),
+        ([0.001, 0.001, 0.001], None, "no ratio: a call of 1.0 ms is too short to compare (at least 10 ms)"),
+    ],
+    ids=("steady", "unsteady", "short"),
+)
+def test_a_ratio_is_given_only_where_the_turns_allow_one(ours, speedup, summary):
+    runs = Run([2.0, 2.0, 2.0], 80_000_000), Run(ours, None)
+    result = Verification("transformers", 4, None, *runs, 0.25, None)
+    assert result.speedup == result.as_dict()["speedup"] == speedup
+    text = repr(result).splitlines()
+    assert text[1] == "  transformers: 2.000 s (2.000 to 2.000), 80 MB" and text[2].startswith("  fastgen: ")
+    assert text[3] == f"  {summary}; other programs took 25% of the CPUs"
+
+
+def test_a_call_that_adds_little_memory_does_not_take_0_mb():
+    memory = [str(Run([0.5], memory)).partition(", ")[2] for memory in (0, 999_999, 2_000_000, None)]
+    assert memory == ["under 1 MB", "under 1 MB", "2 MB", ""]
 
 
 def test_input_ids_and_outputs_of_other_kinds_are_compared(share_always):

@@ -52,17 +52,6 @@ def test_strict_raises_the_error_of_the_replacement(host, write):
         host.function(1)
 
 
-def test_an_exception_of_the_original_reaches_the_caller_once(write):
-    host = importlib.import_module(
-        write("calls = []\ndef function(x):\n    calls.append(x)\n    raise ValueError('theirs')")
-    )
-    fast = write("def fast(original, x):\n    original(x)", "fast")
-    patch_set = armed(make_patch(f"{host.__name__}:function", f"{fast}:fast"))
-    with pytest.raises(ValueError, match="theirs"):
-        host.function(1)
-    assert host.calls == [1] and only_state(patch_set).state == "applied"
-
-
 def test_a_call_that_the_original_refuses_fails_no_patch(host, write, caplog):
     strict_arguments = write("def fast(original, x):\n    return ('fast', original(x))", "fast")
     patch_set = armed(make_patch(f"{host.__name__}:function", f"{strict_arguments}:fast"))
@@ -93,22 +82,6 @@ def test_a_failed_group_is_tried_again_if_asked_for(write):
     sys.modules[name].broken = False
     patch_set.arm(again=True)
     assert host.function(2) == (1.0, 2) and only_state(patch_set).state == "applied" and not patch_set.switched_off
-
-
-def test_final_errors_reach_callers_and_switch_nothing_off(write):
-    host = importlib.import_module(write("calls = []\ndef function(x):\n    calls.append(x)"))
-    source = """
-from fastgen.patching import make_final
-
-def fast(original, x):
-    error = KeyError('final')
-    make_final(error)
-    raise error
-"""
-    patch_set = armed(make_patch(f"{host.__name__}:function", f"{write(source, 'raising')}:fast"))
-    with pytest.raises(KeyError, match="final"):
-        host.function(1)
-    assert only_state(patch_set).state == "applied" and not host.calls
 
 
 def test_a_mismatch_reverts_the_group_and_warns_once(host, fast):

@@ -4,7 +4,8 @@
     python tools/matrix/run.py 3.12 ...   # only the named ones; the others keep their results
 
 One thing changes at a time: Python with the newest of everything, transformers, torch. Each combination gets an
-environment in .venv-matrix, which is removed afterwards. A combination that cannot be installed has a reason.
+environment in .venv-matrix, which is removed afterwards. A combination that cannot be installed has a reason. If all
+tests of a combination pass, the hosts' sources that they used are accepted: fastgen/optimizer/contracts.json.
 
 The builds of torch on PyPI are for CUDA. If pip finds no other, one is used without CUDA's libraries
 (cuda_stand_ins.py), and its version ends in +cu….
@@ -138,7 +139,7 @@ def run(combination: Combination) -> dict[str, Any]:
     # torch.__version__ names the build too: +cpu, +cu130.
     row["torch"] = call(python, "-c", "import torch; print(torch.__version__)").strip()
     environment = os.environ | {"FASTGEN_STRICT": "1", "OMP_NUM_THREADS": "1"}
-    command = [python, "-m", "pytest", "-rfEs", "-p", "no:cacheprovider", "@tests/core.txt"]
+    command = [python, "-m", "pytest", "-rfEs", "-p", "no:cacheprovider", "--write-contracts", "@tests/core.txt"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     print(done.stdout, done.stderr, sep="\n")
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|skipped|failed|error)", done.stdout)}

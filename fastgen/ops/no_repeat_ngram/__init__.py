@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastgen.ops.no_repeat_ngram import reference
-from fastgen.ops.no_repeat_ngram.kernels import kernel_for, proven_reasons
+from fastgen.ops.no_repeat_ngram.kernels import bans_as_torch, kernel_for
 from fastgen.ops.tracing import is_transformed
 
 TOKEN_DTYPES = (torch.int32, torch.int64)
@@ -98,7 +98,7 @@ def unsupported_reasons(tokens: Tensor, scores: Tensor) -> list[str]:
         return [f"tokens and scores are {type(tokens).__name__} and {type(scores).__name__} (supported: Tensor)"]
     if torch.compiler.is_compiling() or is_transformed():
         return ["the call is compiled, traced or transformed"]
-    if scores.device.type in BY_TORCH and (reasons := proven_reasons(reference.ban, scores.device.type)):
+    if scores.device.type in BY_TORCH and (reasons := bans_as_torch.reasons(reference.ban, scores.device.type)):
         return reasons
     if scores.device.type not in DEVICE_TYPES + BY_TORCH:
         return [f"scores is on {scores.device} (supported: {', '.join(DEVICE_TYPES + BY_TORCH)})"]

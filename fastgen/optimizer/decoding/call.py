@@ -32,12 +32,14 @@ from torch import Tensor, nn
 
 from fastgen.optimizer.decoding import cost_model
 from fastgen.optimizer.decoding.cost_model import CostModel
-from fastgen.optimizer.decoding.model_facts import ModelFacts, facts_of
+from fastgen.optimizer.decoding.guards import KnownCode
+from fastgen.optimizer.decoding.model_info import ModelInfo, facts_of
 from fastgen.optimizer.decoding.report import LOOP, STEPS, Reason, Report, Stage
-from fastgen.optimizer.decoding.snapshot import Snapshot
-from fastgen.optimizer.decoding.user_code import KnownCode
+from fastgen.patching import Fallback
 
 logger = logging.getLogger("fastgen")
+
+Restore = Callable[[], None]
 
 ENDED_EARLY = Reason("ENDED_EARLY", "the call ended before a capture would have been worthwhile")
 
@@ -48,10 +50,10 @@ class GenerateCall:
 
     inputs, rows: 0 until the prefill has run. host: state that only the patches of one host use. will_capture: whether
     the steps after the prefill are to be captured. is_accelerated: whether something was computed or stored once per
-    input, or the loop is fastgen's. on_exit: closed when the call ends, which returns captured steps and caches.
-    has_stages: whether other calls of `generate` are stages of this one. costs: the cost model. facts: the facts of
-    each model that the call asked about. snapshots: of those that user code may change at each step. swapped: the
-    models whose modules have faster forwards in this call or in the enclosing one.
+    input, or the loop or a module's forward is fastgen's. on_exit: closed when the call ends, which returns captured
+    steps and caches. has_stages: whether other calls of `generate` are stages of this one. costs: the cost model.
+    facts: the facts of each model that the call asked about. swapped: the models whose modules have faster forwards in
+    this call or in the enclosing one.
     """
 
     report: Report
@@ -64,8 +66,7 @@ class GenerateCall:
     has_stages: bool = False
     started: float = field(default_factory=time.perf_counter)
     costs: CostModel = field(default_factory=cost_model.of_new_call)
-    facts: dict[Any, ModelFacts] = field(default_factory=dict)
-    snapshots: dict[Any, Snapshot] = field(default_factory=dict)
+    facts: dict[Any, ModelInfo] = field(default_factory=dict)
     swapped: tuple[Any, ...] = ()
     outer: GenerateCall | None = None
 
@@ -81,7 +82,8 @@ class GenerateCall:
             self.on_exit.close()
         finally:
             _current.set(self.outer)
-            report = _thread.last = self.report
+            report = self.report
+            _thread.reports[report.kind] = _thread.reports[None] = report
             report.seconds = time.perf_counter() - self.started
             told = report.replays or report.reason_for(STEPS) or report.reason_for(LOOP)
             if self.rows and report.has_steps and not told:
@@ -91,27 +93,39 @@ class GenerateCall:
             if logger.isEnabledFor(logging.DEBUG):
                 logger.debug("generate: %s", report.summary())
 
-    def facts_of(self, model: Any, known_code: KnownCode) -> ModelFacts:
-        """Returns the facts of a model, which are checked for changes once per call, see `model_facts`."""
+    def facts_of(self, model: Any, known_code: KnownCode) -> ModelInfo:
+        """Returns the facts of a model, which are checked for changes once per call, see `model_info`."""
         if model not in self.facts:
             self.facts[model] = facts_of(model, known_code)
         return self.facts[model]
 
-    def has_changed(self, model: Any, is_repeated: bool = False) -> bool:
-        """Whether user code has changed this model since the call asked about it; if so, discards its facts.
+    def change_of(self, model: Any, between_steps: bool = False) -> str | None:
+        """Returns what user code has changed in this model since the call asked for its facts; if so, discards them.
 
-        is_repeated: whether this is asked at each step, so that a snapshot is worthwhile.
+        between_steps: whether the library's own functions are left out, see `Guards.check`.
         """
-        facts, snapshot = self.facts.get(model), self.snapshots.get(model)
-        if facts is None or (snapshot is not None and snapshot.is_current()):
-            return False
-        self.snapshots.pop(model, None)
-        if facts.is_current():
-            if is_repeated:
-                self.snapshots[model] = facts.snapshot()
-            return False
-        del self.facts[model]
-        return True
+        facts = self.facts.get(model)
+        change = None if facts is None else facts.guards.check(between_steps)
+        if change is not None:
+            del self.facts[model]
+        return change
+
+    def fallback(
+        self, part: str, *packages: str, restore: Restore = lambda: None, is_callers: bool = False
+    ) -> Fallback:
+        """Returns a `Fallback` that calls `restore` after an error of fastgen, and reports it as a reason of `part`."""
+
+        def undo(error: Exception) -> None:
+            restore()
+            self.is_accelerated = False
+            self.leave_to_library(part, [Reason("ERROR", f"{type(error).__name__}: {error}")])
+
+        return Fallback(*packages, undo=undo, is_callers=is_callers)
+
+    def leave_to_library(self, part: str, reasons: Iterable[Reason]) -> None:
+        """Reports why the library does this part, so that nothing is shared."""
+        self.report.shared.clear()
+        self.report.add_reasons(part, reasons)
 
     def set_rows(self, inputs: int, rows: int) -> None:
         """Stores the numbers of inputs and rows."""
@@ -127,7 +141,16 @@ class GenerateCall:
 
 _current: ContextVar[GenerateCall | None] = ContextVar("fastgen_call", default=None)
 _settings: ContextVar[tuple[Any, ...]] = ContextVar("fastgen_settings", default=())
-_thread = threading.local()  # .last: the report of the thread's last call
+
+
+class _Thread(threading.local):
+    """The last reports of a thread by the kind of their call, and with the key None the last of all."""
+
+    def __init__(self) -> None:
+        self.reports: dict[str | None, Report] = {}
+
+
+_thread = _Thread()
 
 Setting = TypeVar("Setting")
 
@@ -173,14 +196,12 @@ def add_reasons(part: str, reasons: Iterable[Reason]) -> None:
         call.report.add_reasons(part, reasons)
 
 
-def last_report() -> Report | None:
-    """Returns the report of this thread's last finished call, or None."""
-    return getattr(_thread, "last", None)
+def last_report(kind: str | None = None) -> Report | None:
+    """Returns the report of this thread's last finished call, or None. kind: one of `KINDS`; None: of any kind."""
+    return _thread.reports.get(kind)
 
 
 # Restoring the state for the library.
-
-Restore = Callable[[], None]
 
 
 class Rollback(ExitStack):
@@ -190,18 +211,20 @@ class Rollback(ExitStack):
 
 
 def undo_of_tensors(modules: Iterable[nn.Module]) -> Restore:
-    """Returns a function that restores the tensors that modules now hold as plain attributes.
+    """Returns a function that restores the tensors that modules now hold as plain attributes and as buffers.
 
-    Writes in place are not undone: for another number of rows a forward allocates new tensors. Other attributes are not
-    restored either: the library records there where it has registered hooks.
+    Writes in place are not undone: for another number of rows a forward allocates new tensors.
+    Other attributes are not restored either: the library records there where it has registered hooks.
     """
-    before = [(module, dict(vars(module))) for module in modules]
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
 
     def restore() -> None:
-        for module, attributes in before:
+        for module, attributes, buffers in before:
             for name, value in tuple(vars(module).items()):
                 if isinstance(value, Tensor) or isinstance(attributes.get(name), Tensor):
                     vars(module)[name] = attributes.get(name)
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
     return restore
 
@@ -226,7 +249,7 @@ def undo_of_random_numbers(only_torch: bool = False) -> Restore:
 
 
 def undo_of_attributes(objects: Iterable[Any]) -> Restore:
-    """Returns a function that restores the present attributes of objects; dictionaries and lists are copied."""
+    """Returns a function that restores the present attributes and classes of objects, and copied dicts and lists."""
     states = []
     for changed in objects:
         attributes = getattr(changed, "__dict__", {})
@@ -234,11 +257,13 @@ def undo_of_attributes(objects: Iterable[Any]) -> Restore:
         for name, value in attributes.items():
             if type(value) in (dict, list):
                 before[name] = copy.copy(value)
-        states.append((attributes, before))
+        states.append((changed, type(changed), attributes, before))
 
     def restore() -> None:
-        for attributes, before in states:
+        for changed, kind, attributes, before in states:
             attributes.clear()
             attributes.update(before)
+            if type(changed) is not kind:
+                changed.__class__ = kind
 
     return restore

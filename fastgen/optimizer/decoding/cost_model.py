@@ -4,6 +4,12 @@ A walk over all modules of a model takes milliseconds, as long as a tiny model t
 come before anything that looks at the modules, and use `size_of`, which caches a model's size: it is measured again
 only if the dtype or device of the first weight has changed.
 
+The rates of a device, from which seconds are made, are constants: those of a CPU, or of an H200 for each other device.
+Rates probed on a CPU decide worse: the decisions compare its Python and the kernels of whole steps, of which single
+operations show little. On an AMD EPYC (family 25, model 17) a launch takes 2 µs, and the second product of a shared
+prompt as long as 12 launches of 17 µs. With 2 µs for a launch, and for a module in proportion, 9 of 24 small calls were
+slower than stock by more than 3 %, with the constants none (benchmarks/small.py, seed 77).
+
 Tests: tests/optimizer/decoding/test_cost_model.py
 """
 
@@ -18,12 +24,40 @@ import torch
 from torch import Tensor, nn
 
 from fastgen.config import CONFIG
-from fastgen.ops import cpu_linear, device_rates
-from fastgen.ops.device_rates import DeviceRates
-from fastgen.optimizer.decoding.user_code import KnownCode
+from fastgen.ops import cpu_linear
+from fastgen.optimizer.decoding.guards import KnownCode
 
 _CPU = torch.device("cpu")
 _MODULES_OF_CALL = 4  # a call of `generate` takes Python like so many modules
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """The rates of a device.
+
+    launch: seconds of the host to launch one of the kernels of a step; replayed_launch: seconds of the device for the
+    same in a CUDA graph. module: seconds of the host for one module of a model in a forward, its launches included.
+    bytes: bytes read in a second. multiply_adds: those of a matrix product in a second.
+    """
+
+    launch: float
+    replayed_launch: float
+    module: float
+    bytes: float
+    multiply_adds: float
+
+    def __str__(self) -> str:
+        launches = f"{self.launch * 1e6:.1f} µs a launch, {self.module * 1e6:.0f} µs a module"
+        return f"{launches}, {self.bytes / 1e9:,.0f} GB/s, {self.multiply_adds / 1e9:,.0f} G multiply-adds/s"
+
+
+# AMD EPYC (family 25, model 17), fp32, one thread: 37 G multiply-adds a second in a product of 1024 x 1024, 20 GB/s.
+# Launches and modules are those that put the break-even of small calls and of shared prompts where it was measured.
+CPU = DeviceRates(launch=16.8e-6, replayed_launch=16.8e-6, module=52.4e-6, bytes=20e9, multiply_adds=40e9)
+# H200, torch 2.11 (docs/gpu-checks.md): 7.8 ms for a step of the 111 modules of Llama-8B with 8 layers; 70 µs of the
+# host for the launches that a shared prompt adds to a layer, and 7.3 µs in a graph. Multiply-adds were not measured:
+# they are two thirds of what the data sheet says for bf16.
+GPU = DeviceRates(launch=5.6e-6, replayed_launch=0.583e-6, module=70e-6, bytes=3.43e12, multiply_adds=3.3e14)
 
 
 @dataclass(frozen=True)
@@ -71,6 +105,8 @@ class CostModel:
     measured, on an AMD EPYC (family 25, model 17) and on an H200 (docs/gpu-checks.md). On a CPU each number counts as
     one of fp32.
 
+    share: overrides FASTGEN_SHARE.
+
     prefill_overhead: what a prefill with one row per input takes, as a part of the Python of a forward
     (benchmarks/small.py).
 
@@ -96,6 +132,7 @@ class CostModel:
     """
 
     rates: DeviceRates | None = None
+    share: bool | None = None
     prefill_overhead: float = 0.5
     launches: float = 12.5
     launches_of_kernel: float = 0.5
@@ -113,12 +150,12 @@ class CostModel:
 
     @property
     def shares(self) -> bool | None:
-        """Whether the user demands sharing (True) or forbids it (False); None if the cost model decides."""
-        return {"always": True, "never": False}.get(CONFIG.share)
+        """Whether sharing is demanded (True) or forbidden (False); None if the cost model decides."""
+        return {"always": True, "never": False}.get(CONFIG.share) if self.share is None else self.share
 
     def rates_of(self, device: torch.device) -> DeviceRates:
         """Returns the rates of a device."""
-        return self.rates or device_rates.rates_of(device)
+        return self.rates or (CPU if device.type == "cpu" else GPU)
 
     def seconds_of_prefill(self, size: ModelSize, tokens: int) -> float:
         """Returns the seconds that so many tokens add to a prefill on a CPU.
@@ -229,10 +266,6 @@ class CostModel:
         """
         steps = min(steps_left, max(steps_done, self.min_steps_expected))
         return leaving >= self.min_leaving * rows and self.should_prefill_once(size, leaving * steps)
-
-    def measure_rates_sync(self, size: ModelSize, rows: int, steps: int, device: torch.device) -> None:
-        """Measures a GPU's rates if this process has used it for long enough; for the beginning of a call's steps."""
-        device_rates.probe_after_sync(device, steps * max(self.seconds_of_step(size, rows, device)))
 
 
 # The cost models of new calls. REPEATABLE: with FASTGEN_REPEATABLE=1. It switches to a static cache, and to replays, at

@@ -28,6 +28,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 from weakref import ref
@@ -39,10 +40,10 @@ from fastgen.ops.tracing import Diverged, NotRepeatable
 from fastgen.optimizer.decoding.call import GenerateCall, Rollback
 from fastgen.optimizer.decoding.cost_model import first_weight, size_of
 from fastgen.optimizer.decoding.graphs import CapturedGraph, GraphCache, GraphState, differs_sync, graphs_of, reason_of
-from fastgen.optimizer.decoding.report import MODEL_CHANGED, STEPS, LeaveAlone, Reason
+from fastgen.optimizer.decoding.report import LOOP, MODEL_CHANGED, STEPS, LeaveAlone, Reason, check, leave_alone_for
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
-from fastgen.patching import SwitchedOff, make_final, warn
-from fastgen.provenance import is_from_elsewhere
+from fastgen.patching import warn
+from fastgen.reasons import counted
 
 EXPECTED = NotRepeatable, Diverged, torch.cuda.OutOfMemoryError  # expected errors of a capture: no warning
 
@@ -139,29 +140,18 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         """Whether tokens leave the loop before it ends, so that it cannot be run again."""
         return False
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *traceback: Any) -> None:
-        """Restores the loop's state after an error, so that the host can start again.
-
-        User code must run only once: if any ran, the error is raised.
-        """
-        if not isinstance(error, Exception):
+    def __exit__(self, *error: Any) -> None:
+        """Restores the loop's state after an error of fastgen, so that the host can start again."""
+        if not isinstance(error[1], Exception):
             return
         if self._holds_graphs:  # releases their memory
             self.graphs.entries.clear()
             self.graph = None
             self.end()
         facts = self.call.facts_of(self.model, self.known_code)
-        is_callers = (
-            self.runs_user_code
-            or self.is_streamed
-            or facts.hooks
-            or facts.user_code
-            or is_from_elsewhere(error, self.host)
-        )
-        if is_callers and not isinstance(error, SwitchedOff):
-            make_final(error)
-        else:
-            self.rollback.restore()
+        ran_user_code = bool(self.runs_user_code or self.is_streamed or facts.hooks or facts.user_code)
+        fallback = self.call.fallback(LOOP, self.host, restore=self.rollback.restore, is_callers=ran_user_code)
+        fallback.__exit__(*error)
 
     def run(self, tokens: Tensor) -> Any:
         """Returns the outputs of the next step for tokens `[rows, length]`; they are valid until the step after it."""
@@ -184,9 +174,11 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
 
     def has_changed(self) -> bool:
         """Whether user code has changed the model during the loop; steps are eager from then on."""
-        if self.runs_user_code and not self._is_changed and self.call.has_changed(self.model, True):
-            self._is_changed = True
-            self.leave_captures()
+        if self.runs_user_code and not self._is_changed:
+            change = self.call.change_of(self.model, between_steps=True)
+            if change is not None:
+                self._is_changed = True
+                self.leave_captures(replace(MODEL_CHANGED, detail=change))
         return self._is_changed
 
     def run_ahead(self, tokens: Tensor, size: int, is_trial: bool = False) -> Any:
@@ -250,7 +242,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             return
         self._stage = stage
         costs, graphs, left = self.call.costs, self.graphs, self.max_length - tokens.shape[1]
-        if reasons := self.checks.rows if self.call.has_changed(self.model) else ():
+        if reasons := () if self.call.change_of(self.model) is None else self.checks.rows:
             self.captures = False
             self.call.report.add_reasons(STEPS, reasons)
             return
@@ -258,24 +250,27 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         if self._is_late and not wants_new:
             graphs.steps_without[self.rows] += left
         if wants_new or (costs.looks_back and graphs.entries):
+            is_static = False
             try:
-                self._first_capture(left, tokens, expected, wants_new, size)
+                is_static = self._first_capture(left, tokens, expected, wants_new, size)
             except LeaveAlone as left_alone:
-                self.graph, reasons = None, left_alone.reasons
+                reasons = left_alone.reasons
             except Exception as error:  # the loop's own cache is unchanged
                 self.graph = None
                 self._refuse(error, warns=False)
                 reasons = graphs.refused
-            if self.graph is None:
+            if not is_static:
+                self.graph = None
                 self.end()
         elif self._is_late:
-            reasons = [Reason("NOT_WORTH_CAPTURING", f"at most {left} steps are left to replay")]
+            reasons = [Reason("NOT_WORTH_CAPTURING", f"at most {counted(left, 'step')} left to replay")]
         self.call.report.add_reasons(STEPS, reasons)
 
-    def _first_capture(self, left: int, tokens: Tensor, expected: Tensor, wants_new: bool, size: int) -> None:
+    @check(STEPS)
+    def _first_capture(self, left: int, tokens: Tensor, expected: Tensor, wants_new: bool, size: int) -> bool:
         """Takes or creates a graph and repeats the forward that gave `expected` with it. Raises LeaveAlone.
 
-        LeaveAlone has no reasons if such a step has no graph yet, and a new one is not wanted.
+        Returns whether it is used from now on: not if it would be a new one that is not wanted, or was just dropped.
         """
         graphs, content = self.graphs, self.content(left)
         if content.nbytes > (most_bytes := graphs.most_bytes_of_call):
@@ -289,7 +284,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         if wants_new or key in graphs.entries:  # otherwise the model need not be checked
             graphs.set_state(self.call.facts_of(self.model, self.known_code))
         if not wants_new and key not in graphs.entries:
-            return
+            return False
         graph = self._fill(content)
         try:
             inputs = self.inputs(tokens, graph.view, size)
@@ -303,12 +298,14 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         outputs = self._attempt(step, inputs) if replays else graph.function(inputs)
         if outputs is not None and differs_sync(self.logits_of(outputs), expected):
             self._refuse("logits with static buffers differ from eager")
-        if outputs is None or graphs.refused:
-            raise LeaveAlone(graphs.refused)
+        leave_alone_for(graphs.refused)
+        if outputs is None:
+            return False
         if not is_single and graph.state is GraphState.PROVEN:  # not in this call
             graph.state = GraphState.CAPTURED
         graph.cache.advance(int(is_single))
         self.use(graph.cache)
+        return True
 
     def leave_captures(self, reason: Reason = MODEL_CHANGED) -> None:
         """Makes the rest of the call eager, with the host's own cache."""
@@ -386,7 +383,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         return outputs
 
     def _refuse(self, cause: Exception | str, warns: bool = True) -> None:
-        """Drops the graph, and stops capturing this model's steps; warns unless the cause is expected.
+        """Drops the graph, and stops capturing this model's steps; warns unless the cause is expected, or user code's.
 
         If `looks_back` is off, this applies to this call only, except for NotRepeatable, which the model's code causes.
         """
@@ -396,7 +393,8 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         refused = self.graphs.refused = [reason_of(cause, self.model)]
         if not (self.call.costs.looks_back or isinstance(cause, NotRepeatable)):
             self.call.on_exit.callback(refused.clear)
-        if warns and not isinstance(cause, EXPECTED):
+        is_unchanged = self.call.facts_of(self.model, self.known_code).guards.check() is None
+        if warns and not isinstance(cause, EXPECTED) and is_unchanged:
             warn(f"fastgen does not capture the decode steps of a model: {refused[0]}")
 
     def _change_to(self, content: KVContent) -> CapturedGraph:

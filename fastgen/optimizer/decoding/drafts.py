@@ -109,16 +109,19 @@ class Drafts:
     """The drafts of all rows of a loop, and the estimate of how many tokens are worth checking.
 
     texts: one per row. cost: returns what a forward of so many rows with so many tokens takes, in steps of one token.
-    drafted, accepted: the numbers of tokens checked, and of those that were right, in all rows. saved: the steps that
-    were not needed.
+    padding: tokens that no forward of several contains, because some models do not count them as positions. drafted,
+    accepted: the numbers of tokens checked, and of those that were right, in all rows. saved: the steps that were not
+    needed.
 
     How often a match is right is learned during the call, for each length of a match, from all matches, whether or not
     they were checked. A length with few matches is estimated from all matches of several tokens. Single tokens recur by
     chance, so their matches count as wrong until some were right.
     """
 
-    def __init__(self, texts: list[Text], cost: Callable[[int, int], float]) -> None:
-        self.texts, self.cost = texts, cost
+    def __init__(
+        self, texts: list[Text], cost: Callable[[int, int], float], padding: frozenset[int] = frozenset()
+    ) -> None:
+        self.texts, self.cost, self.padding = texts, cost, padding
         self.drafted = self.accepted = self.saved = 0
         self._right, self._seen = [0] * (LONGEST_MATCH + 1), [0] * (LONGEST_MATCH + 1)
 
@@ -138,6 +141,7 @@ class Drafts:
         """
         if any(text.place is None for text in self.texts):
             return []
+        most = min([most, *map(self._tokens_before_padding, self.texts)])
         shares = self._shares()
         best, best_rate, expected, likely, checked = 0, MIN_GAIN, 1.0, 1.0, 1
         for size in sizes_for(len(self.texts)):
@@ -151,14 +155,19 @@ class Drafts:
                 best, best_rate = size, rate
         return [text.draft(best - 1) for text in self.texts] if best else []
 
+    def _tokens_before_padding(self, text: Text) -> int:
+        """Returns how many tokens a forward of this row can have, the newest one first, before one is padding."""
+        tokens = [text.tokens[-1], *text.draft(MOST_TOKENS - 1)]
+        return next((count for count, token in enumerate(tokens) if token in self.padding), MOST_TOKENS)
+
     def _shares(self) -> list[float]:
         """Returns the share of right matches for each length."""
         of_several = (sum(self._right[2:]) + 1) / (sum(self._seen[2:]) + 2)
         expected = [0.0, 0.0] + [of_several] * (LONGEST_MATCH - 1)
         return [(right + 2 * share) / (seen + 2) for right, seen, share in zip(self._right, self._seen, expected)]
 
-    def take(self, rows: Sequence[int]) -> None:
-        """Row i becomes what row `rows[i]` was, if texts are there already."""
+    def compact(self, rows: Sequence[int]) -> None:
+        """Row i becomes what row `rows[i]` was; the other rows are dropped. Does nothing if there are no texts yet."""
         self.texts = [self.texts[row] for row in rows] if self.texts else []
 
 

@@ -58,6 +58,7 @@ def faster_forwards(
                     forward.users += 1
                     swapped.append(forward)
     before, call.swapped = call.swapped, tuple(models)
+    call.is_accelerated |= bool(swapped)
     try:
         yield
     finally:

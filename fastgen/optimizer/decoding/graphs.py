@@ -29,7 +29,7 @@ from fastgen.ops.kernel import tolerance
 from fastgen.ops.tracing import Diverged, NotRepeatable, is_transformed, is_watched, memory_of, no_waiting
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.cost_model import first_weight, size_of
-from fastgen.optimizer.decoding.report import STEPS, TORCH_MODE, Reason, that_hold
+from fastgen.optimizer.decoding.report import MODES, STEPS, Reason, check, that_hold
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 
 # The most graphs of one model between two calls, and the most bytes of all together: less on a CPU, whose memory
@@ -346,6 +346,7 @@ def reason_of(cause: Exception | str, model: nn.Module) -> Reason:
     return Reason(cause.code, text) if isinstance(cause, NotRepeatable) else Reason("CAPTURE_REFUSED", text)
 
 
+@check(STEPS)
 def unwanted_reasons(call: GenerateCall, device: torch.device, steps: int) -> list[Reason]:
     """Returns why so many steps are not captured, whatever the model; empty if they may be."""
     if CONFIG.cuda_graphs == "off":
@@ -358,12 +359,13 @@ def unwanted_reasons(call: GenerateCall, device: torch.device, steps: int) -> li
     if torch.is_autocast_enabled(device.type):
         return [Reason("AUTOCAST", "autocast keeps copies of weights that a capture would outlive")]
     if is_transformed() or is_watched():
-        return [TORCH_MODE]
+        return [Reason("TORCH_MODE", MODES)]
     if device.type == "cuda" and torch.cuda.current_stream(device).cuda_stream:
         return [Reason("CUDA_STREAM", "user code computes on a stream other than the default")]
     return []
 
 
+@check(STEPS)
 def can_capture(checks: Any, rows: int, steps: int) -> bool:
     """Whether to try capturing a loop of at most so many steps of so many rows; adds to the report why not.
 
@@ -387,6 +389,4 @@ def can_capture(checks: Any, rows: int, steps: int) -> bool:
         )
     call.report.add_reasons(STEPS, reasons)
     call.will_capture = not reasons
-    if call.will_capture:
-        call.costs.measure_rates_sync(size, rows, steps, device)
     return not reasons

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fastgen.ops.move_rows import move_rows
-from fastgen.optimizer.decoding.report import LAYER_EMPTY, LeaveAlone, Reason
+from fastgen.optimizer.decoding.report import LAYER_EMPTY, STEPS, LeaveAlone, Reason, check
 from fastgen.optimizer.decoding.segmented_kv import KV, SegmentedKV, cut, in_segments, length_of, materialized
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, rows_of
 
@@ -54,7 +54,7 @@ class Generated:
         end = start + keys.shape[2]
         if not self.buffers or end > self.buffers[0].shape[3]:
             spare = max(FIRST_CAPACITY, max(self.lengths) - self.unmoved)
-            self._move((keys, values), max(end, min(self.limit, end + spare)))
+            self._reallocate((keys, values), max(end, min(self.limit, end + spare)))
         for buffer, added in zip(self.by_layer[layer], (keys, values)):
             buffer[:, :, start:end] = added
         self.lengths[layer] = end
@@ -69,7 +69,7 @@ class Generated:
         if length <= self.unmoved:
             return
         if _are_held_elsewhere(self.buffers):
-            self._move(self.by_layer[0], self.buffers[0].shape[3])
+            self._reallocate(self.by_layer[0], self.buffers[0].shape[3])
         move_rows([buffer[layers, :, :, self.unmoved : length] for buffer in self.buffers], beam_idx)
 
     def compact(self, rows: Tensor) -> None:
@@ -78,7 +78,7 @@ class Generated:
             return
         index = rows.tolist() if rows.device.type == self.buffers[0].device.type == "cpu" else []
         if not index or index != sorted(set(index)) or _are_held_elsewhere(self.buffers):
-            self._move(self.by_layer[0], self.buffers[0].shape[3], rows)
+            self._reallocate(self.by_layer[0], self.buffers[0].shape[3], rows)
             return
         used = max(self.lengths)
         for buffer in self.buffers:  # rows only move to the front: none is overwritten before it has moved
@@ -91,7 +91,7 @@ class Generated:
         self.buffers = buffers
         self.by_layer = list(zip(*map(torch.unbind, buffers)))
 
-    def _move(self, like: KV, capacity: int, rows: Tensor | None = None) -> None:
+    def _reallocate(self, like: KV, capacity: int, rows: Tensor | None = None) -> None:
         """Moves these rows, or all, to buffers of this capacity; like: keys and values of one layer."""
         used, buffers = max(self.lengths), []
         for which, states in enumerate(like):
@@ -292,6 +292,7 @@ class KVCache:
             generated.compact(rows)
         self.rows, self.rows_per_input = len(rows), len(rows) // len(batch_index)
 
+    @check(STEPS)
     def content(self) -> KVContent:
         """Returns the content as views, to be loaded into a static cache. Raises LeaveAlone if that is impossible."""
         generated: list[KV] = []

@@ -9,14 +9,14 @@ Tests: tests/optimizer/test_report.py
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from fastgen import ops
 from fastgen.ops.kernel import Kernel
-from fastgen.reasons import CHOSEN, CODES
+from fastgen.reasons import CHOSEN, CODES, counted
 
 # The parts of a call that reasons refer to.
 PATCHES = "patches"
@@ -32,6 +32,10 @@ COMPACTION = "finished inputs"
 NGRAMS = "n-gram blocking"
 ALLOWED = "allowed tokens"
 VOCODER = "vocoder"
+
+# The kinds of calls, and in words what a report of each is about.
+GENERATE, SCORING = "generate", "scoring"
+KINDS = {GENERATE: "`generate`", SCORING: "scoring of texts"}
 
 # Prefixes of names among the kernels: of replayed steps, and of operations that materialized shared keys.
 REPLAY, MATERIALIZED = "decode step, ", "materialized: "
@@ -57,31 +61,45 @@ class Reason:
         return self.code in CODES[CHOSEN]
 
 
-CACHE_NOT_EMPTY = Reason("CACHE_NOT_EMPTY", "the cache is not empty")
 LAYER_EMPTY = Reason("LAYER_EMPTY", "a layer of the cache is empty")
 MODEL_CHANGED = Reason("MODEL_CHANGED", "user code has changed the model during the call")
-TORCH_MODE = Reason("TORCH_MODE", "a TorchDispatchMode, TorchFunctionMode or functorch transform is active")
-USER_CACHE = Reason("USER_CACHE", "the caller passed a cache")
-REORDERS_ITSELF = Reason("REORDERS_ITSELF", "the model reorders its cache itself")
+
+# Texts of several tables.
+MODES = "a TorchDispatchMode, TorchFunctionMode or functorch transform is active"
+NOT_EMPTY = "the cache is not empty"
+USER_CACHE = "the caller passed a cache"
 
 
-def that_hold(*rows: Any) -> list[Reason]:
-    """Returns the reasons that hold; the rows of the table are code, text and condition, or a `Reason` and a condition.
+def that_hold(*rows: tuple[str, str, Any] | list[Reason]) -> list[Reason]:
+    """Returns the reasons that hold; the rows of the table are code, text and condition, or reasons of another table.
 
-    If the condition is a list, each item gives a reason, whose text has the item in place of `{}`. A row may also be a
-    list of reasons, from another table.
+    If the condition is a list, each item gives a reason, whose text has the item in place of `{}`.
     """
-    reasons = []
+    reasons: list[Reason] = []
     for row in rows:
-        *reason, condition = row if isinstance(row, tuple) else (row,)
-        if not reason:
-            reasons += condition
-        elif isinstance(condition, list):
-            for item in condition:
-                reasons.append(Reason(reason[0], reason[1].format(item)))
+        if isinstance(row, list):
+            reasons += row
+        elif (condition := row[2]) and isinstance(condition, list):
+            reasons += [Reason(row[0], row[1].format(item)) for item in condition]
         elif condition:
-            reasons.append(reason[0] if len(reason) == 1 else Reason(*reason))
+            reasons.append(Reason(row[0], row[1]))
     return reasons
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# The functions that return reasons, with the parts of a call that they are for. The documentation lists them.
+CHECKS: list[tuple[Any, tuple[str, ...]]] = []
+
+
+def check(*parts: str) -> Callable[[Function], Function]:
+    """Registers a function that returns or raises reasons against these parts of a call; codes are its constants."""
+
+    def register(function: Function) -> Function:
+        CHECKS.append((function, parts))
+        return function
+
+    return register
 
 
 class LeaveAlone(Exception):
@@ -148,8 +166,13 @@ class Report:
         """
         self.prefix_length, self.prefix_tokens_saved, self.prefix_tokens_kept = length, saved, reused
         whose = "all inputs" if groups == 1 else f"the inputs in each of {groups} groups"
-        text = f"common prefix: {length} tokens of {whose}, {saved} not computed"
+        text = f"common prefix: {counted(length, 'token')} of {whose}, {saved} not computed"
         self.shared.append(text + (f", {reused} kept from an earlier call" if reused else ""))
+
+    @property
+    def kind(self) -> str:
+        """The kind of the call, one of `KINDS`."""
+        return GENERATE if self.has_steps else SCORING
 
     @property
     def unused_kernels(self) -> dict[str, str]:
@@ -204,14 +227,14 @@ class Report:
         why_eager = None if self.replays else self.reason_for(STEPS) or loop
         why_alone = self.reason_for(PREFILL) or (None if self.shared else loop)
         done = ["prompts"] if why_alone is None and self.rows > self.inputs else []
-        done += [f"a prefix of {self.prefix_length} tokens"] if self.prefix_length else []
+        done += [f"a prefix of {counted(self.prefix_length, 'token')}"] if self.prefix_length else []
         if not done and why_eager is not None and why_eager == why_alone:
             return f"decode steps not captured, prompts not shared: {why_alone.text}"
         steps = "decode steps " + ("captured" if self.replays else "not captured")
         steps += "" if why_eager is None else f": {why_eager.text}"
         not_shared = "prompts not shared: " + ("one row per input" if why_alone is None else why_alone.text)
         prompts = " and ".join(done) + (" shared" if self.rows > 1 else " reused") if done else not_shared
-        drafts = [f"drafts saved {_counted(self.steps_saved, 'step')}"] if self.steps_saved else []
+        drafts = [f"drafts saved {counted(self.steps_saved, 'step')}"] if self.steps_saved else []
         return "; ".join([*drafts, *([steps] if self.has_steps else []), prompts])
 
     def reason_for(self, part: str) -> Reason | None:
@@ -263,27 +286,23 @@ class Report:
         return "; ".join([f"{self._call()}: {self.verdict}", *self._done()])
 
     def _done(self) -> list[str]:
-        saved = _counted(self.steps_saved, "step")
-        drafts = f"drafts: {_counted(self.drafted, 'token')} checked, {self.accepted} right, {saved} saved"
+        saved = counted(self.steps_saved, "step")
+        drafts = f"drafts: {counted(self.drafted, 'token')} checked, {self.accepted} right, {saved} saved"
         done = [*self.shared, *([drafts] if self.drafted else [])]
-        return [*done, *(f"{name}: {_counted(calls, 'call')}" for name, calls in sorted(self.kernels.items()))]
+        return [*done, *(f"{name}: {counted(calls, 'call')}" for name, calls in sorted(self.kernels.items()))]
 
     def _call(self) -> str:
-        rows = f": {_counted(self.inputs, 'input')}, {_counted(self.rows, 'row')}" if self.rows else ""
+        rows = f": {counted(self.inputs, 'input')}, {counted(self.rows, 'row')}" if self.rows else ""
         return self.model + rows
 
 
 @cache  # the same object until a call ends, so that callers can compare the reports before and after a call
-def without_call(not_active: tuple[tuple[str, str], ...]) -> Report:
-    """Returns the report before any call. not_active: the patches that are not active, and why."""
+def without_call(not_active: tuple[tuple[str, str], ...], kind: str) -> Report:
+    """Returns the report before any call of this kind. not_active: the patches that are not active, and why."""
     report = Report("no call")
     report.add_reasons(PATCHES, [Reason("NO_PATCH", f"{text}: {why}") for text, why in not_active])
-    report.add_reasons(CALL, [Reason("NO_CALL", "no `generate` of this thread has gone through fastgen")])
+    report.add_reasons(CALL, [Reason("NO_CALL", f"no {KINDS[kind]} of this thread has gone through fastgen")])
     return report
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _why_not(kernel: Kernel) -> str:

@@ -32,7 +32,7 @@ from torch import Tensor
 from fastgen.ops.move_rows import move_rows
 from fastgen.ops.shared_attention import Bounds, can_follow_ancestors
 from fastgen.ops.tracing import UnderAutocast
-from fastgen.optimizer.decoding.report import LeaveAlone, Reason
+from fastgen.optimizer.decoding.report import STEPS, LeaveAlone, Reason, check
 from fastgen.optimizer.decoding.segmented_kv import KV, cut, in_segments, length_of, materialized
 
 SMALLEST_CAPACITY = 32
@@ -84,6 +84,7 @@ class KVContent:
     def nbytes(self) -> int:
         return sum(map(_nbytes, chain(*chain(*self.prompts), *self.generated)))
 
+    @check(STEPS)
     def require_alike(self) -> None:
         """Raises LeaveAlone if the growing layers differ from each other, or the layers that do not grow."""
         layers = zip(self.prompts, self.generated)
@@ -219,11 +220,12 @@ class StaticKVCache:
             move_rows([self.bounds.ancestors[None, :, None, positions, None]], beam_idx)
             self._is_in_order = False
             return
-        self._put_in_order()
+        self._apply_ancestors()
         layers = slice(None) if layer is None else slice(layer, layer + 1)
-        move_rows([buffer[layers, :, :, positions] for buffer in self.buffers], beam_idx)
+        keys, values = self.buffers
+        move_rows([keys[layers, :, :, positions], values[layers, :, :, positions]], beam_idx)
 
-    def _put_in_order(self) -> None:
+    def _apply_ancestors(self) -> None:
         """Moves keys and values to the rows that they belong to, in memory that is allocated before the first move."""
         if self._is_in_order or self.bounds is None or self.bounds.ancestors is None:
             return
@@ -241,7 +243,7 @@ class StaticKVCache:
 
     def content(self) -> KVContent:
         """Returns the content, without padding and spare capacity."""
-        self._put_in_order()
+        self._apply_ancestors()
         generated = [cut(pair, 0, self.generated_length) for pair in self.by_layer]
         return KVContent(self.rows, self.rows_per_input, self._loaded, generated, self.unmoved)
 
@@ -251,7 +253,7 @@ class StaticKVCache:
 
     def copy(self, layer: int) -> KV:
         """Returns keys and values `[rows, kv_heads, length, head_dim]` in memory of their own."""
-        self._put_in_order()
+        self._apply_ancestors()
         generated = [cut(pair, 0, self.generated_length) for pair in self.by_layer[layer : layer + 1]]
         return tuple(materialized(segments, self.rows) for segments in zip(*self._loaded[layer], *generated))
 

@@ -1,34 +1,28 @@
-"""Comparison of fastgen with the library: `verify_once` on first use, and `fastgen.verify` of one call.
+"""`fastgen.verify`: compares one call with and without fastgen, its output, seconds and memory.
 
-Tests: tests/optimizer/test_verify.py, tests/optimizer/transformers/test_verification.py
+Tests: tests/optimizer/test_verify.py
 """
 
 from __future__ import annotations
 
-import time
+import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from fastgen.optimizer.decoding.call import last_report, undo_of_random_numbers
 from fastgen.optimizer.decoding.report import Report
+from fastgen.optimizer.decoding.timing import Load, Ratio, describe_others, in_turns, peak_memory, ratio_of
 from fastgen.patching import disabled
+from fastgen.reasons import counted
 
 # The token in place of those that only longer sequences have.
 ABSENT = -1
-
-# The keys of comparisons without a difference.
-_verified: set[object] = set()
-
-
-class NotComparable(Exception):
-    """A comparison shows nothing: the key stays unverified, and nothing is refused."""
 
 
 @dataclass(frozen=True)
@@ -71,26 +65,6 @@ def first_token_difference(ours: Tensor, theirs: Tensor, start: int) -> Differen
     return Difference(text, column - start, row)
 
 
-def is_verified(key: object) -> bool:
-    """Whether a comparison for this key has shown no difference, see `verify_once`."""
-    return key in _verified
-
-
-def verify_once(key: object, compare: Callable[[], Difference | None], refuse: Callable[[Difference], None]) -> None:
-    """Compares fastgen with the library, unless an earlier comparison for this key showed no difference.
-
-    key: hashable; identifies what the comparison is valid for. compare: returns the difference, if any; may raise
-    `NotComparable`. refuse: called with the difference; it must prevent that such a call gets here again.
-    """
-    if key in _verified:
-        return
-    different = compare()
-    if different is None:
-        _verified.add(key)
-    else:
-        refuse(different)
-
-
 class HostCall(Protocol):
     """A call of a host's generate that can be repeated."""
 
@@ -108,28 +82,40 @@ class HostCall(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """The cost of a call.
+    """The cost of a call. turns: its seconds in each turn. memory: the bytes that it adds at its peak, if known."""
 
-    seconds: of the second call, by the host's clock, after the device has finished. memory: the peak of bytes that this
-    call took in addition to those before it, on the GPU or, under Linux, in the process; None if it is not known.
-    """
-
-    seconds: float
+    turns: list[float]
     memory: int | None
 
+    @property
+    def seconds(self) -> float:
+        """The median of the turns."""
+        return statistics.median(self.turns)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"seconds": self.seconds, "turns": self.turns, "memory": self.memory}
+
     def __str__(self) -> str:
-        return f"{self.seconds:.3f} s" + ("" if self.memory is None else f", {self.memory / 1e6:.0f} MB")
+        seconds = f"{self.seconds:.3f} s ({min(self.turns):.3f} to {max(self.turns):.3f})"
+        if self.memory is None:
+            return seconds
+        return f"{seconds}, " + ("under 1 MB" if self.memory < 1e6 else f"{self.memory / 1e6:.0f} MB")
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of `fastgen.verify`. rows: the number of compared sequences. report: of the call with fastgen."""
+    """The result of `fastgen.verify`.
+
+    rows: the number of compared sequences. others: the share of the CPUs that other programs took, if known. report: of
+    the last call with fastgen.
+    """
 
     host: str
     rows: int
     difference: Difference | None
     theirs: Run
     ours: Run
+    others: float | None
     report: Report | None
 
     @property
@@ -137,9 +123,14 @@ class Verification:
         return self.difference is None
 
     @property
-    def speedup(self) -> float:
-        """The library's seconds divided by fastgen's."""
-        return self.theirs.seconds / self.ours.seconds
+    def ratio(self) -> Ratio | str:
+        """How many times as fast fastgen is, or the reason that there is no ratio."""
+        return ratio_of(self.theirs.turns, self.ours.turns)
+
+    @property
+    def speedup(self) -> float | None:
+        """The median ratio of the library's seconds to fastgen's; None if the turns allow none."""
+        return None if isinstance(self.ratio, str) else self.ratio.median
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the result for JSON: strings, numbers, and lists and dictionaries of them."""
@@ -148,60 +139,43 @@ class Verification:
             "equal": self.equal,
             "rows": self.rows,
             "difference": difference,
-            self.host: vars(self.theirs),
-            "fastgen": vars(self.ours),
+            self.host: self.theirs.as_dict(),
+            "fastgen": self.ours.as_dict(),
             "speedup": self.speedup,
+            "others": self.others,
             "report": None if self.report is None else self.report.as_dict(),
         }
 
     def __repr__(self) -> str:
-        verdict = f"equal: {self.rows} rows" if self.difference is None else f"different: {self.difference}"
-        lines = [verdict, f"  {self.host}: {self.theirs}", f"  fastgen: {self.ours}, {self.speedup:.2f} times as fast"]
+        verdict = f"equal: {counted(self.rows, 'row')}" if self.difference is None else f"different: {self.difference}"
+        summary = "; ".join(filter(None, [str(self.ratio), describe_others(self.others)]))
         unseen = "the call did not go through fastgen: see print(fastgen.status())"
         report = [unseen] if self.report is None else repr(self.report).splitlines()
-        return "\n".join([*lines, *(f"  {line}" for line in report)])
+        lines = [f"{self.host}: {self.theirs}", f"fastgen: {self.ours}", summary, *report]
+        return "\n".join([verdict, *(f"  {line}" for line in lines)])
 
 
 def verify(call: HostCall, enabled: Callable[[], AbstractContextManager[Any]]) -> Verification:
     """Does the work of `fastgen.verify`, which passes `fastgen.enabled`."""
     restore, before = undo_of_random_numbers(), last_report()
 
-    def run(context: AbstractContextManager[Any]) -> tuple[Any, Run]:
-        with context:
+    def run(context: Callable[[], AbstractContextManager[Any]]) -> Any:
+        with context():
             restore()
-            peak = _peak_memory()
-            started = time.perf_counter()
-            output = call.run()
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()
-            return output, Run(time.perf_counter() - started, peak())
+            return call.run()
 
+    stock, fast = (partial(run, context) for context in (disabled, enabled))
     try:
-        theirs = run(disabled())[0]
-        ours = run(enabled())[0]  # also measures products and captures steps, which is not timed
-        their_run, our_run = run(disabled())[1], run(enabled())[1]
+        theirs = stock()
+        ours = fast()  # also measures products and captures steps, which is not timed
+        memory = [peak_memory(way) for way in (stock, fast)]
+        load = Load()
+        their_turns, our_turns = in_turns([stock, fast])
+        others = load.others()
     finally:
         restore()
     report = None if last_report() is before else last_report()
     with disabled():
         difference = call.difference(ours, theirs)
-    return Verification(call.host, call.rows_of(theirs), difference, their_run, our_run, report)
-
-
-def _peak_memory() -> Callable[[], int | None]:
-    """Returns a function that returns the peak of allocated bytes since now, minus those allocated now."""
-    if torch.cuda.is_initialized():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        return lambda: torch.cuda.max_memory_allocated() - before
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak of the process
-        resident = _status_bytes("VmRSS")
-    except OSError:  # not Linux, or a container that forbids it
-        return lambda: None
-    return lambda: max(_status_bytes("VmHWM") - resident, 0)
-
-
-def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
+    costs = Run(their_turns, memory[0]), Run(our_turns, memory[1])
+    return Verification(call.host, call.rows_of(theirs), difference, *costs, others, report)

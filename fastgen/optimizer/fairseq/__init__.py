@@ -10,9 +10,8 @@ from functools import partial
 
 from fastgen.patching import Patch, patch_group
 
-TESTED = ("0.12.2", "0.12.3")  # the lowest and the newest version tested by `make matrix`; newer ones are left alone
-
-_group = partial(patch_group, "fairseq", TESTED)
+LOWEST = "0.12.2"
+_group = partial(patch_group, "fairseq", LOWEST)
 _VOCODER = "models.text_to_speech.vocoder:"
 
 PATCHES = (
@@ -64,7 +63,7 @@ PATCHES = (
         "fairseq.user_module",
         "fairseq.utils:import_user_module",
         "fastgen.models.prophetnet.names:import_user_module",
-        TESTED,
+        LOWEST,
         parameters=("args",),
         group="fairseq.user_module",
     ),

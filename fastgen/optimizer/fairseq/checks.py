@@ -25,11 +25,10 @@ from fairseq.sequence_generator import EnsembleModel, EnsembleModelWithAlignment
 from torch import Tensor, nn
 
 from fastgen.ops.tracing import replaced_functions
-from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.model_facts import ModelFacts
-from fastgen.optimizer.decoding.report import Reason, that_hold
-from fastgen.optimizer.decoding.user_code import KnownCode
+from fastgen.optimizer.decoding.guards import KnownCode
+from fastgen.optimizer.decoding.model_info import ModelInfo
+from fastgen.optimizer.decoding.report import LOOP, STEPS, Reason, check, that_hold
 from fastgen.provenance import PYTHON, comes_with, packages_of
 
 # The names that the source may have in `net_input`; the first one present counts.
@@ -77,7 +76,8 @@ class ModelPlan:
         self.others = [module for module in others if getattr(type(module), base.__name__, base) is not base]
 
 
-def plan(model: nn.Module, facts: ModelFacts) -> ModelPlan:
+@check(LOOP)
+def plan(model: nn.Module, facts: ModelInfo) -> ModelPlan:
     """Returns which modules of a model get caches of fastgen, or the reasons why none do."""
     decoder: Any = getattr(model, "decoder", None)
     result = ModelPlan()
@@ -92,8 +92,8 @@ def plan(model: nn.Module, facts: ModelFacts) -> ModelPlan:
     result.self_attention = [a for a in attentions if not attention_reasons(a) and a.self_attention]
     result.cross_attention = [a for a in crosses if not attention_reasons(a) and a.encoder_decoder_attention]
     if not (result.self_attention or result.cross_attention):
-        reasons = dict.fromkeys(reason for attention in attentions for reason in attention_reasons(attention))
-        result.reasons = [*reasons] or [Reason("ATTENTION", "the decoder has no self-attention")]
+        result.reasons = that_hold(*map(attention_reasons, attentions))
+        result.reasons = result.reasons or [Reason("ATTENTION", "the decoder has no self-attention")]
     result.find_others(decoder)
     result.user_code = [what for name, what in facts.foreign_classes + facts.replaced if _is_in_decoder(name)]
     result.watched = any(name is None or _is_in_decoder(name) for name, _ in facts.hooks)
@@ -119,6 +119,7 @@ def supports_external_kv_cache(module: Any) -> bool:
     return vars(type(module)).get("supports_external_kv_cache", False)
 
 
+@check(LOOP)
 def decoder_reasons(decoder: Any) -> list[Reason]:
     """Returns why this decoder is not supported; empty if its layers are fairseq's, or take their keys from fastgen."""
     name, layers = type(decoder).__name__, getattr(decoder, "layers", ())
@@ -137,6 +138,7 @@ def decoder_reasons(decoder: Any) -> list[Reason]:
     )[:1]
 
 
+@check(LOOP)
 def attention_reasons(attention: Any) -> list[Reason]:
     """Returns why fairseq must compute this attention; empty if fastgen may."""
     if type(attention) is not MultiheadAttention and not supports_external_kv_cache(attention):
@@ -198,6 +200,7 @@ class CallChecks:
         self.plans = [*map(plan, generator.model.models, self.facts)]
 
     @cached_property
+    @check(LOOP)
     def loop(self) -> list[Reason]:
         """The reasons why the whole call is left to fairseq. Reads the prefixes on the device."""
         generator, ensemble, search = self.generator, self.generator.model, self.generator.search
@@ -213,11 +216,10 @@ class CallChecks:
         is_short = self.max_len is not None and self.max_len < generator.min_len
         # If a prefix ends its sentence, fairseq revives beams that had ended, and whose caches hold padding.
         has_end = self.prefixes is not None and bool(self.prefixes.eq(generator.eos).any())
-        reasons = that_hold(
+        return that_hold(
             ("METHOD_REPLACED", "{} of the ensemble is not that of fairseq", methods),
             ("METHOD_REPLACED", text, finalizes),
             ("FUNCTION_REPLACED", "{} is not that of torch", replaced_functions()),
-            ("UNTESTED", "this version of fairseq is newer than any tested", "fairseq" in PATCH_SET.untested_hosts),
             ("ENSEMBLE_TYPE", f"models in a {type(ensemble).__name__} (supported: EnsembleModel)", is_unknown),
             ("GRADIENTS", "autograd records, but caches are written in place", torch.is_grad_enabled()),
             ("STARTS_WITH_PADDING", "the first token is padding", self.first_token == generator.pad),
@@ -229,9 +231,9 @@ class CallChecks:
             ("PREFIX_ENDS", "a prefix holds the end of the sentence", has_end),
             *(plan.reasons for plan in self.plans),
         )
-        return [*dict.fromkeys(reasons)]
 
     @cached_property
+    @check(STEPS)
     def capture(self) -> list[Reason]:
         """The reasons in the models' layers why steps are not captured; `graphs.can_capture` adds others."""
         if len(self.plans) > 1:
@@ -254,6 +256,7 @@ class CallChecks:
         )
 
     @property
+    @check(STEPS)
     def rows(self) -> list[Reason]:
         return that_hold(("USER_CODE", "user code is called in each step: {}", self.plans[0].user_code[:1]))
 

@@ -22,10 +22,10 @@ from torch.nn import functional
 
 from fastgen.optimizer.decoding.call import GenerateCall, setting
 from fastgen.optimizer.decoding.decode_step import DecodeStep
+from fastgen.optimizer.decoding.guards import is_user_code
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.segmented_kv import KV
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache, rounded
-from fastgen.optimizer.decoding.user_code import is_user_code
 from fastgen.optimizer.fairseq.checks import KNOWN, CallChecks, ModelPlan
 from fastgen.patching import SwitchedOff
 
@@ -232,8 +232,7 @@ class FairseqDecodeStep(DecodeStep):
     @cached_property
     def runs_user_code(self) -> bool:
         generator = self.generator
-        called = (generator, generator.search, generator.repeat_ngram_blocker)
-        if any(is_user_code(one, KNOWN.packages) for one in called):
+        if is_user_code([generator, generator.search, generator.repeat_ngram_blocker], KNOWN.packages):
             return True
         if generator.lm_model is None:
             return False
@@ -243,7 +242,7 @@ class FairseqDecodeStep(DecodeStep):
     def _find_changes(self) -> None:
         """Ends captured steps if user code has changed a model; modules that it has added may store states."""
         for model, state in zip(self.generator.model.models, self.states):
-            if self.call.has_changed(model, True):
+            if self.call.change_of(model, between_steps=True) is not None:
                 self.captures = False
                 if self.graph is not None:
                     self.leave_captures()

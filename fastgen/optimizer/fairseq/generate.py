@@ -6,9 +6,10 @@ tests/optimizer/test_verify.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,17 +19,24 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fastgen.ops.kernel import tolerance
+from fastgen.optimizer import trust
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call, undo_of_random_numbers
 from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears
 from fastgen.optimizer.decoding.graphs import can_capture
-from fastgen.optimizer.decoding.report import LOOP, Reason, Report
+from fastgen.optimizer.decoding.report import LOOP, Report
 from fastgen.optimizer.decoding.verify import ABSENT, Difference, first_token_difference
 from fastgen.optimizer.fairseq.checks import KNOWN, SOURCES, CallChecks, ModelPlan
 from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqDecodeStep
 from fastgen.optimizer.fairseq.loop import Hypothesis, Loop, prefill_sync
-from fastgen.patching import is_final
-from fastgen.provenance import is_from_elsewhere
+
+# fairseq's files that fastgen repeats or relies on.
+SOURCE_FILES = (
+    "fairseq.sequence_generator", "fairseq.search", "fairseq.ngram_repeat_block", "fairseq.incremental_decoding_utils",
+    "fairseq.modules.multihead_attention", "fairseq.modules.transformer_layer",
+    "fairseq.modules.learned_positional_embedding", "fairseq.modules.sinusoidal_positional_embedding",
+    "fairseq.models.transformer.transformer_decoder", "fairseq.models.fairseq_incremental_decoder",
+)  # fmt: skip
 
 
 def generate(
@@ -48,45 +56,49 @@ def generate(
         if source_and_lengths is None or checks.loop:
             call.report.add_reasons(LOOP, checks.loop)
             return original(self, sample, prefix_tokens, constraints, bos_token)
-        source, lengths, max_len = source_and_lengths
-        inputs, device = source.shape[0], source.device
-        call.set_rows(inputs, inputs * self.beam_size)
-        call.is_accelerated = True
-        _describe(call.report, checks.plans)
-        models = [model for model in (*self.model.models, self.lm_model) if model is not None]
-        large = [model for model in models if call.costs.should_swap_forwards(size_of(model, KNOWN))]
-        modules = {model: call.facts_of(model, KNOWN).modules.values() for model in large}
-        with faster_forwards(call, modules, linears()), _undone(call):
-            self.search.init_constraints(constraints, self.beam_size)
-            row_inputs = torch.arange(inputs, device=device).repeat_interleave(self.beam_size)
-            captures = can_capture(checks, call.rows, max_len)
-            states = [DecodingState(plan, inputs, self.beam_size, max_len + 1) for plan in checks.plans]
-            outputs = self.model.forward_encoder(net_input)
-            for model, state, output in zip(self.model.models, states, outputs or ()):
-                state.set_encoder_out(model.encoder, output, row_inputs)
-            step = FairseqDecodeStep(checks, states, max_len, captures)
-            prompt = prefill_sync(call, self, prefix_tokens, first_token, states, max_len)
-            if prompt is not None:
-                text = f"the first {prompt.length} tokens of the prompt: once per input, in one pass"
-                call.report.shared.append(text)
-            ids = sample.get("id")
-            ids = ids if isinstance(ids, Tensor) else torch.arange(inputs, device=device)
-            return Loop(self, step, max_len, first_token, ids, lengths, prefix_tokens, prompt).run()
+        ours = partial(_accelerated, call, self, checks, net_input, source_and_lengths, sample.get("id"))
+        theirs = partial(original, self, sample, prefix_tokens, constraints, bos_token)
+        compare = FairseqCall(self, sample, {}).difference
+        kind = type(self.model.single_model).__qualname__
+        unknown = trust.unknown_sources(name for name in SOURCE_FILES if name in sys.modules)
+        weight = next(self.model.parameters(), source_and_lengths[0])
+        parts = kind, self.beam_size, type(self.search).__qualname__, weight.dtype, weight.device.type
+        return trust.ours_or_theirs(unknown, parts, ours, theirs, compare, f"fairseq's {kind}")
 
 
-@contextmanager
-def _undone(call: GenerateCall) -> Iterator[None]:
-    """Restores the random state after an error of fastgen, so that fairseq can start again; reports the error."""
-    restore = undo_of_random_numbers()
-    try:
-        yield
-    except Exception as error:
-        if not is_final(error) and not is_from_elsewhere(error, "fairseq"):
-            restore()
-            call.is_accelerated = False
-            call.report.shared.clear()
-            call.report.add_reasons(LOOP, [Reason("ERROR", f"{type(error).__name__}: {error}")])
-        raise
+def _accelerated(
+    call: GenerateCall,
+    self: SequenceGenerator,
+    checks: CallChecks,
+    net_input: dict[str, Any],
+    source_and_lengths: tuple[Tensor, Tensor, int],
+    ids: Any,
+) -> list[list[Hypothesis]]:
+    """Returns the hypotheses of fastgen's loop. ids: the numbers of the sentences, if the batch has any."""
+    source, lengths, max_len = source_and_lengths
+    inputs, device = source.shape[0], source.device
+    call.set_rows(inputs, inputs * self.beam_size)
+    call.is_accelerated = True
+    _describe(call.report, checks.plans)
+    models = [model for model in (*self.model.models, self.lm_model) if model is not None]
+    large = [model for model in models if call.costs.should_swap_forwards(size_of(model, KNOWN))]
+    modules = {model: call.facts_of(model, KNOWN).modules.values() for model in large}
+    fallback = call.fallback(LOOP, "fairseq", restore=undo_of_random_numbers())
+    with faster_forwards(call, modules, linears()), fallback:
+        self.search.init_constraints(checks.constraints, self.beam_size)
+        row_inputs = torch.arange(inputs, device=device).repeat_interleave(self.beam_size)
+        captures = can_capture(checks, call.rows, max_len)
+        states = [DecodingState(plan, inputs, self.beam_size, max_len + 1) for plan in checks.plans]
+        outputs = self.model.forward_encoder(net_input)
+        for model, state, output in zip(self.model.models, states, outputs or ()):
+            state.set_encoder_out(model.encoder, output, row_inputs)
+        step = FairseqDecodeStep(checks, states, max_len, captures)
+        prompt = prefill_sync(call, self, checks.prefixes, checks.first_token, states, max_len)
+        if prompt is not None:
+            text = f"the first {prompt.length} tokens of the prompt: once per input, in one pass"
+            call.report.shared.append(text)
+        ids = ids if isinstance(ids, Tensor) else torch.arange(inputs, device=device)
+        return Loop(self, step, max_len, checks.first_token, ids, lengths, checks.prefixes, prompt).run()
 
 
 def source_of_sync(generator: SequenceGenerator, net_input: dict[str, Any]) -> tuple[Tensor, Tensor, int] | None:

@@ -323,8 +323,8 @@ class Loop:
         parents = rows.gather(1, active).view(-1)
         if self.reads_late and self.other_tokens is None:
             self.other_tokens, self.other_scores = self.tokens.clone(), self.scores.clone()
-        self.tokens, self.other_tokens = _moved(self.tokens, self.other_tokens, parents, step + 1)
-        self.scores, self.other_scores = _moved(self.scores, self.other_scores, parents, step)
+        self.tokens, self.other_tokens = _reordered(self.tokens, self.other_tokens, parents, step + 1)
+        self.scores, self.other_scores = _reordered(self.scores, self.other_scores, parents, step)
         self.tokens[:, step + 1] = tokens.gather(1, active).view(-1)
         self.scores[:, step] = scores.gather(1, active).view(-1)
         search.update_constraints(active)
@@ -341,7 +341,7 @@ def _sorted_sync(hypotheses: list[list[Hypothesis]]) -> list[list[Hypothesis]]:
     return [[sentence[index] for index in order.tolist()] for sentence, order in zip(hypotheses, orders)]
 
 
-def _moved(states: Tensor, other: Tensor | None, rows: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
+def _reordered(states: Tensor, other: Tensor | None, rows: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
     """Returns the first `length` columns of these rows (int64), and the buffer for the next step.
 
     They are copied to `other`, so that `states` does not change; without another buffer, to `states` itself.

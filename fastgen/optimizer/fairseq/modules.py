@@ -32,7 +32,7 @@ from fastgen.ops.no_repeat_ngram.kernels import kernel_for
 from fastgen.ops.shared_attention import query_key_scores, shared_attention, weighted_values
 from fastgen.optimizer.decoding.call import add_reasons, count, current_call, settings_of
 from fastgen.optimizer.decoding.faster_forwards import has_faster_forward
-from fastgen.optimizer.decoding.model_facts import facts_of
+from fastgen.optimizer.decoding.model_info import facts_of
 from fastgen.optimizer.decoding.report import NGRAMS, Reason, that_hold
 from fastgen.optimizer.fairseq.checks import KNOWN, computes_whole
 from fastgen.optimizer.fairseq.decode_step import DecodingState

@@ -71,6 +71,7 @@ def beam_search(
     if reasons := checks.settings or checks.loop:
         call.report.add_reasons(LOOP, reasons)
         return theirs()
+    call.is_accelerated = True
     captures = can_capture(checks, len(input_ids), (generation_config.max_length or 0) - input_ids.shape[1])
     step = TransformersDecodeStep(checks, processors, generation_config.num_beams, captures)
     try:

@@ -41,8 +41,10 @@ from fastgen.optimizer.decoding.call import GenerateCall, setting, settings_of
 from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.faster_forwards import FasterForward, Forward, faster_forwards, linears, multiply
 from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, Reason
-from fastgen.optimizer.transformers import checks, kept_prefix, kv_layers, verification
+from fastgen.optimizer.transformers import checks, kept_prefix, kv_layers
 from fastgen.optimizer.transformers.checks import current_call, generate_call
+from fastgen.optimizer.transformers.first_use import FirstUse
+from fastgen.optimizer.transformers.sources import unknown_of
 from fastgen.patching import disabled
 from fastgen.provenance import comes_with
 
@@ -58,39 +60,44 @@ _NEVER_COMPILED = (None, "dynamic", "dynamic_full", "offloaded", "quantized")
 
 
 def generate(original: Callable, self: checks.HostModel, *args: Any, **kwargs: Any) -> Any:
-    """Runs the library's `generate` inside a `GenerateCall`.
+    """Runs the library's `generate` inside a `GenerateCall`, in which patches find it.
 
-    fastgen is off in a call that is too small to gain, and if results of this model's class have differed.
-    args: `inputs` and `generation_config`, then objects that steps may call; the ninth is `custom_generate`.
+    fastgen is off in a call that is too small to gain, and in the first one of a kind that no test has seen.
     """
     with generate_call(self) as call:
-        untested = checks.untested_reasons(self)
-        reasons = verification.refused_reasons(self) if untested else []
-        if reasons := reasons or _tiny_reasons(call, self, args, kwargs):
+        if reasons := _tiny_reasons(call, self, args, kwargs):
             call.report.add_reasons(PREFILL, reasons)
             with disabled():
                 return original(self, *args, **kwargs)
-        if isinstance(source := args[0] if args else kwargs.get("input_ids", kwargs.get("inputs")), Tensor):
-            has_tokens = self.config.is_encoder_decoder and source.dim() == 2 and source.dtype == torch.int64
-            call.host.source = source if has_tokens else None
-        call.host.user_cache = kv_layers.cache_of(kwargs) is not None
-        call.host.user_code = not checks.is_known_class(self)
-        call.host.has_callbacks = bool(args[2:]) or {*map(type, map(kwargs.get, _CALLBACKS))} != {NoneType}
-        if untested:
-            call.host.to_verify = verification.call_to_verify(original, self, args, kwargs)
-        if any(map(callable, (kwargs.get("custom_generate"), *args[8:]))):
-            call.host.user_code, call.host.share = True, False
-            text = "custom_generate may read the cache: plain layers, keys and values stored for each row"
-            call.report.add_reasons(KV_CACHE, [Reason("CUSTOM_GENERATE", text)])
-        try:
-            with swap_forwards(self, args, kwargs, call):
-                result = original(self, *args, **kwargs)
-        finally:
-            call.host.to_verify = call.host.checks = None  # they hold the model and all arguments
-        if call.report.stages:
-            call.end_stage("decoder")
-        if not call.rows:
-            call.report.add_reasons(PREFILL, [Reason("NO_PREFILL", "this decoding method does not call _prefill")])
+        if unknown := unknown_of(call, self):
+            return FirstUse(call, self, unknown, args, kwargs).generate(original, _accelerated)
+        return _accelerated(original, call, self, *args, **kwargs)
+
+
+def _accelerated(original: Callable, call: GenerateCall, self: checks.HostModel, *args: Any, **kwargs: Any) -> Any:
+    """Runs the library's `generate` with all patches in effect.
+
+    args: `inputs` and `generation_config`, then objects that steps may call; the ninth is `custom_generate`.
+    """
+    if isinstance(source := args[0] if args else kwargs.get("input_ids", kwargs.get("inputs")), Tensor):
+        has_tokens = self.config.is_encoder_decoder and source.dim() == 2 and source.dtype == torch.int64
+        call.host.source = source if has_tokens else None
+    call.host.user_cache = kv_layers.cache_of(kwargs) is not None
+    call.host.has_callbacks = bool(args[2:]) or {*map(type, map(kwargs.get, _CALLBACKS))} != {NoneType}
+    call.host.custom_generate = any(map(callable, (kwargs.get("custom_generate"), *args[8:])))
+    call.host.user_code = call.host.custom_generate or checks.is_foreign(self)
+    if call.host.custom_generate:
+        text = "custom_generate may read the cache: plain layers, keys and values stored for each row"
+        call.report.add_reasons(KV_CACHE, [Reason("CUSTOM_GENERATE", text)])
+    try:
+        with swap_forwards(self, args, kwargs, call):
+            result = original(self, *args, **kwargs)
+    finally:
+        call.host.checks = None  # they hold the model and all arguments
+    if call.report.stages:
+        call.end_stage("decoder")
+    if not call.rows:
+        call.report.add_reasons(PREFILL, [Reason("NO_PREFILL", "this decoding method does not call _prefill")])
     return result
 
 

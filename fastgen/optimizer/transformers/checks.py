@@ -1,20 +1,11 @@
 """`CallChecks` decides whether a call of transformers, or a part of it, is left to the library.
 
-Each part of a call has a table of reasons: code, text and condition. fastgen does the part if no condition holds. To
-add a reason, add a row. fastgen/reasons.py explains the codes.
+Each part of a call has tables of reasons: code, text and condition. fastgen does the part if no condition holds. To add
+a reason, add a row. `check` registers the parts that a table is for. fastgen/reasons.py explains the codes.
 
-    rows         one row of each group of equal rows can represent the group: prompts, captured steps, compaction
-    prefill_sync the prefill runs with one row of each group
-    prefix       a common prefix is computed once; prefixes.py adds reasons in the arguments of the forward
-    settings     the caller asks for nothing that only the library's loop does
-    loop         the decoding loop is fastgen's
-    capture      its steps are captured; `graphs.can_capture` adds reasons common to all hosts
-    compaction   finished inputs leave the batch
-    drafts       several tokens are checked in one forward
-
-Before any of these, the patch of `generate` switches fastgen off for tiny calls and for classes that gave other
-results. The `CostModel` decides first whether a part is worthwhile. row_groups.py finds reasons in arguments, and
-kv_layers.py reasons in caches, for rows of these tables.
+Before any of these, the patch of `generate` switches fastgen off for tiny calls, and first_use.py for code that no test
+has seen. The `CostModel` decides first whether a part is worthwhile. row_groups.py finds reasons in arguments, and
+kv_layers.py reasons in caches, for these tables; prefixes.py and `graphs.can_capture` have tables of their own.
 
 Tests: tests/optimizer/transformers/test_replaced_code.py, tests/optimizer/transformers/test_training_mode.py,
 tests/optimizer/transformers/test_captured_steps.py, tests/optimizer/transformers/test_replaced_loop.py,
@@ -23,7 +14,7 @@ tests/optimizer/transformers/test_generate_threads.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import filterfalse
@@ -32,7 +23,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
-from transformers import __version__ as transformers_version
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -42,19 +32,13 @@ from fastgen.models.cache_names import CACHE
 from fastgen.ops.tracing import is_watched, replaced_functions
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import call as decoding_call
+from fastgen.optimizer.decoding import report
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.model_facts import ModelFacts
-from fastgen.optimizer.decoding.report import (
-    CACHE_NOT_EMPTY,
-    REORDERS_ITSELF,
-    TORCH_MODE,
-    USER_CACHE,
-    Reason,
-    Report,
-    that_hold,
-)
-from fastgen.optimizer.decoding.user_code import KnownCode, named
-from fastgen.optimizer.transformers import TESTED, compat, kv_layers, processors, row_groups
+from fastgen.optimizer.decoding.guards import KnownCode
+from fastgen.optimizer.decoding.model_info import ModelInfo, named
+from fastgen.optimizer.decoding.report import MODES, NOT_EMPTY, USER_CACHE, Reason, Report, check, that_hold
+from fastgen.optimizer.decoding.static_kv_cache import MOST_TOKENS
+from fastgen.optimizer.transformers import compat, kv_layers, processors, row_groups
 from fastgen.optimizer.transformers.row_groups import RowGroups
 from fastgen.provenance import PYTHON, comes_with, packages_of
 
@@ -65,14 +49,15 @@ _REGISTRIES = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, compat.EXP
 _REGISTERED_AS = ("_attn_implementation", "_experts_implementation")
 
 
-def _registered_names(modules: Iterable[nn.Module]) -> frozenset[str]:
-    """Returns the names under which modules call registered functions: attention, masks, experts."""
+def _registered(modules: Iterable[nn.Module]) -> dict[str, Callable[[], Any]]:
+    """Returns readers of the functions that modules find by name: attention, masks, experts."""
     configs = {id(config): config for module in modules if (config := vars(module).get("config")) is not None}
-    return frozenset(str(getattr(config, name, None)) for config in configs.values() for name in _REGISTERED_AS)
-
-
-def _registered_functions(names: frozenset[str]) -> tuple[Callable, ...]:
-    return tuple(functions[name] for functions in _REGISTRIES for name in sorted(names) if functions.get(name))
+    names = {str(getattr(config, name, None)) for config in configs.values() for name in _REGISTERED_AS}
+    return {
+        f"{type(functions).__name__}.{name}": partial(functions.get, name)
+        for functions in _REGISTRIES
+        for name in sorted(names)
+    }
 
 
 def _encoder_of(model: nn.Module) -> nn.Module | None:
@@ -97,26 +82,18 @@ KNOWN = KnownCode(
         "transformers.modeling_rope_utils", "transformers.modeling_utils", "transformers.pytorch_utils",
         "transformers.utils.generic", "transformers.utils.output_capturing", "torch", "torch.nn.functional",
     ),
-    keys=_registered_names,
-    registered=_registered_functions,
+    registered=_registered,
     encoder_of=_encoder_of,
     not_of_a_step=frozenset({"generation_config"}),
 )  # fmt: skip
 
 
-def is_known_class(model: object) -> bool:
-    """Whether the model's class is from transformers or fastgen, for which tests check parity."""
-    return type(model).__module__.partition(".")[0] in ("transformers", "fastgen")
+def is_foreign(model: object) -> bool:
+    """Whether the class of this model is not the library's: `first_use` compares such models.
 
-
-def untested_reasons(model: HostModel) -> list[Reason]:
-    """Returns what no test covers: a class that is not from transformers or fastgen, or a newer transformers."""
-    text = f"transformers {transformers_version} is newer than the newest tested {TESTED[1]}"
-    if not is_known_class(model):
-        text = f"{type(model).__module__}.{type(model).__qualname__} is not a class of transformers"
-    elif "transformers" not in PATCH_SET.untested_hosts:
-        return []
-    return [Reason("UNTESTED", text)]
+    torch makes classes of sharded models.
+    """
+    return not packages_of(type(model)) <= {"transformers", "fastgen", "torch"}
 
 
 @dataclass
@@ -124,29 +101,27 @@ class TransformersCall:
     """The part of a `GenerateCall` that only transformers' patches read and write.
 
     user_cache: whether the caller passed a cache. user_code: whether code that is not the host's uses the cache.
-    has_callbacks: whether the caller passed objects that are called between steps, which may change the model. share:
-    whether keys and values of equal rows are stored once wherever possible (True), never (False), or where worthwhile
-    (None). to_verify: the call with its arguments, if it must be compared with the original before anything is shared.
-    source: the token ids of an encoder's input, `[inputs, length]`, or None. beam_scores: the scores of beam search's
-    best hypotheses, `[inputs, num_beams]`, the best first. encoded: see
-    `models/seamless.py`. checks: the `CallChecks` of the call's last loop.
+    custom_generate: whether that is a loop that the caller passed. has_callbacks: whether the caller passed objects
+    that are called between steps, which may change the model. source: the token ids of an encoder's input, `[inputs,
+    length]`, or None. beam_scores: the scores of beam search's best hypotheses, `[inputs, num_beams]`, the best first.
+    encoded: see `models/seamless.py`. accepted: by model, the classes of its modules by which the call is fastgen's.
+    checks: the `CallChecks` of the call's last loop.
     """
 
     user_cache: bool = False
     user_code: bool = False
+    custom_generate: bool = False
     has_callbacks: bool = False
-    share: bool | None = None
-    to_verify: partial[Any] | None = None
     source: Tensor | None = None
     beam_scores: Tensor | None = None
     encoded: list[Any] = field(default_factory=list)
+    accepted: dict[Any, KeysView[type]] = field(default_factory=dict)
     checks: CallChecks | None = None
 
 
 def generate_call(model: Any, has_stages: bool = False, has_steps: bool = True) -> GenerateCall:
     """Returns a context in which `current_call()` is a new call of this model's `generate`."""
-    report = Report(type(model).__name__, has_steps=has_steps)
-    return GenerateCall(report, TransformersCall(), has_stages=has_stages)
+    return GenerateCall(Report(type(model).__name__, has_steps=has_steps), TransformersCall(), has_stages=has_stages)
 
 
 def current_call() -> GenerateCall | None:
@@ -158,12 +133,21 @@ def current_call() -> GenerateCall | None:
 # What fastgen's loops replace without calling it: patches, methods, and criteria that depend on each row alone.
 LOOPS = ("transformers.sample", "transformers.beam_search")
 METHODS = ("_has_unfinished_sequences",)
-CRITERIA = {EosTokenCriteria, MaxLengthCriteria}
+# The methods that give a forward its inputs.
+INPUTS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
-STOPS_OTHERWISE = Reason("STOPPING_CRITERION", "a stopping criterion other than length and end tokens")
 
-# Types of rotary positions that are scaled by the longest prompt so far.
-_GROWING_ROPE = {"dynamic", "longrope"}
+class EndsEarly(MaxLengthCriteria):
+    """Ends a call before the length that its caller has set."""
+
+
+CRITERIA = {EosTokenCriteria, MaxLengthCriteria, EndsEarly}
+
+REORDERS = "the model reorders its cache itself"
+STOPS_OTHERWISE = "a stopping criterion other than length and end tokens"
+
+# In the names of types of rotary positions that are scaled by the longest prompt so far.
+_GROWING_ROPE = ("dynamic", "longrope")
 
 
 class LoopArguments(NamedTuple):
@@ -191,9 +175,7 @@ class CallChecks:
     def __init__(self, call: GenerateCall, model: Any, arguments: Any = None) -> None:
         self.call, self.model, self.decoder = call, model, model
         self.arguments: LoopArguments = arguments
-        self._rows: tuple[ModelFacts | None, list[Reason]] = None, []
-        attention, supported = getattr(model.config, "_attn_implementation", None), ("sdpa", "eager")  # for two tables
-        self._attention = "ATTENTION", f"attention {attention} (supported: sdpa, eager)", attention not in supported
+        self._rows: tuple[ModelInfo | None, list[Reason]] = None, []
 
     @classmethod
     def of(cls, call: GenerateCall, model: HostModel) -> CallChecks:
@@ -213,34 +195,35 @@ class CallChecks:
             self._rows = facts, self._row_reasons(facts)
         return self._rows[1] + (facts.row_states or [])
 
-    def _row_reasons(self, facts: ModelFacts) -> list[Reason]:
+    @check(report.PREFILL, report.STEPS, report.COMPACTION, report.DRAFTS)
+    def _row_reasons(self, facts: ModelInfo) -> list[Reason]:
         kind, switched_on = self.model.config.model_type, [] if facts.training is None else [facts.training]
         if not switched_on and (name := facts.foreign_in_training) is not None:
             switched_on = [f"{named(name)}, of a class that is not the library's, is in training mode"]
-        # Models of other classes than the library's are verified.
-        user_code = facts.user_code if is_known_class(self.model) else [what for _, what in facts.replaced]
+        # Models of users' classes are compared at their first use.
+        user_code = [what for _, what in facts.replaced] if is_foreign(self.model) else facts.user_code
         hooks = [facts.hooks[0][1]] if facts.hooks else []
         compiled = [named(facts.compiled[0])] if facts.compiled else []
         return that_hold(
             ("GRADIENTS", "autograd records, but shared caches are written in place", torch.is_grad_enabled()),
             ("TRAINING", "{}", switched_on),
             ("HOOKS", "the model has a forward hook, which would see fewer rows: {}", hooks),
-            (TORCH_MODE, _is_in_mode()),
+            ("TORCH_MODE", MODES, _is_in_mode()),
             ("USER_CODE", "{} is not the library's, and may treat rows differently", user_code[:1]),
             ("COMPILED", "{} is compiled", compiled),
+            ("UNVERIFIED", "modules have other classes than in the last call", self._has_new_classes(facts)),
             ("ROWS_COUPLED", f"{kind}: {compat.COUPLED_ROWS.get(kind)}", kind in compat.COUPLED_ROWS),
         )
 
-    @property
-    def is_verified_first(self) -> bool:
-        """Whether the first prefill that shares is compared with the library's, because no test covers the model."""
-        return bool(untested_reasons(self.model))
+    def _has_new_classes(self, facts: ModelInfo) -> bool:
+        return self.call.host.accepted.get(self.model, facts.kinds.keys()) != facts.kinds.keys()
 
+    @check(report.PREFILL, report.COMPACTION)
     def row_states(self, sizes: set[int], before: dict[tuple[int, str], Tensor] | None = None) -> list[Reason]:
         """Returns the reason, if any, that modules hold states of the rows: tensors as long as one of `sizes`.
 
         Some models store such states (RecurrentGemma's recurrent states, the rope_deltas of Qwen2-VL). before: tensors
-        that they held earlier (`ModelFacts.row_tensors`), which are ignored.
+        that they held earlier (`ModelInfo.row_tensors`), which are ignored.
         """
         names = set()
         for key, value in self.call.facts_of(self.model, KNOWN).row_tensors().items():
@@ -248,11 +231,12 @@ class CallChecks:
                 names.add(key[1])
         return that_hold(("MODEL_STATE", "the model keeps states of its rows in {}", sorted(names)))
 
+    @check(report.PREFILL)
     def prefill_sync(self, arguments: dict[str, Any], generation_config: Any, groups: RowGroups) -> list[Reason]:
         """Returns why a prefill must run with all rows instead of one of each group. May read the device."""
         cache, cache_reasons = kv_layers.cache_of(arguments), []
         if self.call.host.user_cache:
-            cache_reasons = [USER_CACHE]
+            cache_reasons = [Reason("USER_CACHE", USER_CACHE)]
         elif kv_layers.is_static(cache):
             cache_reasons = _static_cache_reasons(cache, generation_config)
         elif cache is not None:
@@ -264,36 +248,44 @@ class CallChecks:
         differ = not (reasons or groups.are_equal or row_groups.groups_are_equal_sync(arguments, groups))
         return [Reason("ROWS_DIFFER", "the rows of an input differ from each other")] if differ else reasons
 
-    def prefix(self, cache: Any, most: int, moves_columns: bool, has_positions: bool) -> list[Reason]:
+    @check(report.PREFIX)
+    def prefix(self, cache: Any, most: int, moves_columns: bool) -> list[Reason]:
         """Returns why a forward cannot continue from a common prefix in this cache, for up to `most` positions.
 
-        moves_columns: whether columns of a row change places. has_positions: whether the model takes position_ids.
+        moves_columns: whether columns of a row change places.
         """
         kind, is_old = self.model.config.model_type, not compat.LAYERS_ARE_KNOWN
         has_layers = cache is not None and not kv_layers.is_static(cache)
-        is_lost = moves_columns and not has_positions and kind not in compat.POSITIONS_OF_MASK
         counted = compat.COUNTED_COLUMNS.get(kind)
         return that_hold(
             ("TRANSFORMERS_VERSION", "transformers before 5.17 continues from a cache in another way", is_old),
-            untested_reasons(self.model),
-            self._attention,
+            self._attention_reasons,
             ("CACHE_TYPE", "there is no DynamicCache", not has_layers),
             kv_layers.layer_reasons(cache, most) if has_layers else [],
             self._growing_positions,
-            ("POSITIONS", "the model is not told the positions of left-padded tokens", is_lost),
             ("POSITIONS", f"{kind}: {counted}", moves_columns and counted is not None),
         )
 
+    @property
+    @check(report.PREFIX, report.STEPS, report.DRAFTS)
+    def _attention_reasons(self) -> list[Reason]:
+        attention = getattr(self.model.config, "_attn_implementation", None)
+        is_other = attention not in ("sdpa", "eager")
+        return that_hold(("ATTENTION", f"attention {attention} (supported: sdpa, eager)", is_other))
+
     @cached_property
+    @check(report.PREFIX, report.DRAFTS)
     def _growing_positions(self) -> list[Reason]:
         text: Any = self.model.config.get_text_config(decoder=True)
         ropes = getattr(text, "rope_parameters", None)  # for all layers, or for each type of layer
         ropes = [ropes, *ropes.values()] if isinstance(ropes, dict) else []
         kinds = {str(rope.get("rope_type")) for rope in ropes if isinstance(rope, dict)}
         text = "rope_type {}: positions depend on the length of the prompt"
-        return that_hold(("POSITIONS", text, [*_GROWING_ROPE & kinds][:1]))
+        growing = sorted(kind for kind in kinds if any(name in kind for name in _GROWING_ROPE))
+        return that_hold(("POSITIONS", text, growing[:1]))
 
     @cached_property
+    @check(report.LOOP)
     def settings(self) -> list[Reason]:
         """The reasons in the caller's settings why the library's loop must run; checked before everything else."""
         arguments, config = self.arguments, self.arguments.generation_config
@@ -305,11 +297,12 @@ class CallChecks:
         )
 
     @cached_property
+    @check(report.LOOP)
     def loop(self) -> list[Reason]:
         """The reasons why fastgen's loop cannot replace the library's."""
         call, arguments, config = self.call, self.arguments, self.arguments.generation_config
         called = arguments.logits_processor, arguments.stopping_criteria
-        cache, untested = kv_layers.cache_of(arguments.model_kwargs), untested_reasons(self.model)
+        cache = kv_layers.cache_of(arguments.model_kwargs)
         loops, methods = list(filterfalse(PATCH_SET.direct.__contains__, LOOPS)), (*METHODS, *arguments.methods)
         replaced = [name for name in methods if not comes_with(getattr(self.model, name, None), GenerationMixin)]
         calls = [type(one).__name__ for one in called if not _runs_library_code(one)]
@@ -321,58 +314,79 @@ class CallChecks:
             ("METHOD_REPLACED", "__call__ of this model: some loops of the library call it", is_own_call),
             ("METHOD_REPLACED", "{}.__call__ is not that of transformers", calls),
             ("FUNCTION_REPLACED", "{} is not that of torch", replaced_functions()),
-            (TORCH_MODE, _is_in_mode()),
+            ("TORCH_MODE", MODES, _is_in_mode()),
             [] if cache is None else kv_layers.unsupported_types(cache),
-            untested,
-            ("CUSTOM_GENERATE", "custom_generate may read the cache", call.host.user_code and not untested),
-            (USER_CACHE, call.host.user_cache and not (call.host.user_code or untested)),
+            ("CUSTOM_GENERATE", "custom_generate may read the cache", call.host.custom_generate),
+            ("USER_CACHE", USER_CACHE, call.host.user_cache),
             ("TRANSFORMERS_VERSION", "transformers before 5.3 prepares its steps in another way", is_old),
             ("SYNCED_GPUS", "synced_gpus is set", arguments.synced_gpus),
             ("RETURN_DICT", "return_dict_in_generate is set", config.return_dict_in_generate),
             ("ASSISTANT", "the model is the assistant of another", is_assistant),
-            (STOPS_OTHERWISE, bool(arguments.methods) and not self.stops_by_row),
+            ("STOPPING_CRITERION", STOPS_OTHERWISE, bool(arguments.methods) and not self.stops_by_row),
         )
 
-    @property
+    @cached_property
     def stops_by_row(self) -> bool:
         """Whether all stopping criteria look at each row alone: length and end tokens."""
         criteria = self.arguments.stopping_criteria
         return CRITERIA.issuperset(map(type, criteria)) and all(map(_runs_library_code, criteria))
 
-    @cached_property
-    def drafts(self) -> list[Reason]:
-        """The reasons why a step has one token: a forward of several might not give the same as several forwards."""
-        cache, most = kv_layers.cache_of(self.arguments.model_kwargs), self.arguments.generation_config.max_length or 0
+    @check(report.DRAFTS)
+    def drafts(self, most: int) -> list[Reason]:
+        """Returns why a step has one token: a forward of several might not give the same as several forwards.
+
+        most: the most positions that the cache can have when the loop ends.
+        """
+        cache = kv_layers.cache_of(self.arguments.model_kwargs)
+        capacity = getattr(self.model.config, "expert_capacity", None)
+        has_few = capacity is not None and capacity < MOST_TOKENS
+        prepares = [name for name in INPUTS if not self._is_read(name)]
         return that_hold(
-            self._attention,
+            self._attention_reasons,
+            ("PREPARES_INPUTS", "{} is not GenerationMixin's: it may prepare several tokens differently", prepares),
+            ("TOKENS_COUPLED", f"an expert takes at most {capacity} tokens of a row", has_few),
             ("CACHE_TYPE", "there is no DynamicCache", cache is None or kv_layers.is_static(cache)),
-            [] if cache is None else kv_layers.unsupported_types(cache) + kv_layers.layer_reasons(cache, most),
+            [] if cache is None else kv_layers.unsupported_types(cache) or kv_layers.layer_reasons(cache, most),
             self._growing_positions,
+            self._table_reasons(most),
             self.rows,
         )
 
+    @check(report.STEPS, report.DRAFTS)
+    def _table_reasons(self, most: int) -> list[Reason]:
+        """Returns the reason that a table of positions may have to grow: M2M100's does in the forward that needs it."""
+        embedding: Any = getattr(self.model.get_decoder(), "embed_positions", None)
+        table = getattr(embedding, "weights", None)
+        positions = len(table) if isinstance(table, Tensor) else None
+        is_short = positions is not None and most + embedding.padding_idx + 1 > positions
+        return that_hold(("POSITIONS", f"{most} positions, and the table has {positions}", is_short))
+
+    def _is_read(self, name: str) -> bool:
+        """Whether the inputs of one token depend on the arguments alone: the library's method, or one that was read."""
+        kind: Any = next(base for base in type(self.model).__mro__ if name in vars(base))
+        is_read = kind is GenerationMixin or kind.__name__ in compat.STATELESS_INPUTS.get(kind.__module__, ())
+        return is_read and comes_with(getattr(self.model, name), kind)
+
     @cached_property
+    @check(report.STEPS)
     def capture(self) -> list[Reason]:
         """The reasons in arguments and configuration why steps are not captured; see `graphs.can_capture`."""
         model, arguments, name = self.model, self.arguments.model_kwargs, type(self.model).__name__
         most, cache = self.arguments.generation_config.max_length or 0, arguments.get(CACHE)
         waits = not getattr(model, "_can_compile_fullgraph", False)
         waits = waits and model.config.model_type not in compat.SYNC_FREE
-        embedding: Any = getattr(model.get_decoder(), "embed_positions", None)
-        table = getattr(embedding, "weights", None)  # M2M100's table would have to grow
-        positions = len(table) if isinstance(table, Tensor) else None
-        is_short = positions is not None and most + embedding.padding_idx + 1 > positions
         return that_hold(
             ("TRANSFORMERS_VERSION", "transformers before 5.17 has other static caches", not compat.LAYERS_ARE_KNOWN),
             ("NO_CACHE", "use_cache is not set", not arguments.get("use_cache")),
             ("MAY_SYNC", f"{name}.forward may synchronise with the device (not _can_compile_fullgraph)", waits),
-            self._attention,
+            self._attention_reasons,
             ("QUANTIZED", "the model is quantized", getattr(model, "hf_quantizer", None) is not None),
             [] if cache is None else kv_layers.layer_reasons(cache, most),
-            ("POSITIONS", f"{most} positions, and the table has {positions}", is_short),
-            (REORDERS_ITSELF, hasattr(model, "_reorder_cache")),
+            self._table_reasons(most),
+            ("REORDERS_ITSELF", REORDERS, hasattr(model, "_reorder_cache")),
         )
 
+    @check(report.COMPACTION)
     def compaction(
         self, rows: int, rows_per_input: int, model_kwargs: dict[str, Any], cache_reasons: Sequence[Reason]
     ) -> list[Reason]:
@@ -383,10 +397,11 @@ class CallChecks:
         coupled = self.call.facts_of(self.model, KNOWN).coupled
         return (
             (self.processors_by_row + processors.parameters_of_rows(self.arguments.logits_processor, rows))[:1]
-            + that_hold((REORDERS_ITSELF, hasattr(self.model, "_reorder_cache")))
-            or that_hold((STOPS_OTHERWISE, not self.stops_by_row))
+            + that_hold(("REORDERS_ITSELF", REORDERS, hasattr(self.model, "_reorder_cache")))
+            or that_hold(("STREAMER", "a streamer gets the tokens of all rows", self.arguments.streamer is not None))
+            or that_hold(("STOPPING_CRITERION", STOPS_OTHERWISE, not self.stops_by_row))
             or self.rows
-            or that_hold(("ROWS_COUPLED", coupled, coupled is not None))
+            or that_hold(("ROWS_COUPLED", f"{coupled}", coupled is not None))
             or self.row_states({rows, rows // rows_per_input})
             or [*cache_reasons]
             or row_groups.unsupported_reasons(self.model.config.model_type, model_kwargs, rows)
@@ -397,17 +412,17 @@ class CallChecks:
         return processors.by_batch_index(self.arguments.logits_processor)
 
 
+@check(report.PREFILL)
 def _static_cache_reasons(cache: Any, generation_config: Any) -> list[Reason]:
     """Returns why a prefill of one row of each group cannot fill the library's static cache for all rows."""
-    if generation_config.prefill_chunk_size is not None:
-        text = "the cache is a StaticCache, for which the library may compile a prefill in chunks"
-        return [Reason("CHUNKED_PREFILL", text)]
+    text, is_chunked = "the cache is a StaticCache", generation_config.prefill_chunk_size is not None
     kinds = {*map(type, kv_layers.layers_of(cache))} - {StaticLayer, StaticSlidingWindowLayer}
     names = ", ".join(sorted(kind.__name__ for kind in kinds))
     return that_hold(
-        ("CACHE_LAYERS", f"the cache is a StaticCache with layers of other kinds ({names})", kinds),
-        (CACHE_NOT_EMPTY, not kinds and cache.get_seq_length() > 0),
-    )
+        ("CHUNKED_PREFILL", f"{text}, for which the library may compile a prefill in chunks", is_chunked),
+        ("CACHE_LAYERS", f"{text} with layers of other kinds ({names})", bool(kinds)),
+        ("CACHE_NOT_EMPTY", NOT_EMPTY, not kinds and cache.get_seq_length() > 0),
+    )[:1]
 
 
 def _is_in_mode() -> bool:

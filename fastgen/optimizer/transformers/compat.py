@@ -11,8 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import transformers
-from packaging.version import Version
 from transformers import GenerationMixin, modeling_utils
 from transformers.cache_utils import StaticLayer
 from transformers.generation import utils
@@ -20,7 +18,8 @@ from transformers.generation import utils
 from fastgen.models.cache_names import CACHE
 
 # Since 5.23 the repetition penalty ignores padding; before, it penalised it like tokens of the prompt.
-REPETITION_PENALTY_COUNTS_PADDING = Version(transformers.__version__) < Version("5.23")
+_GET_PROCESSORS = inspect.unwrap(GenerationMixin._get_logits_processor).__code__
+REPETITION_PENALTY_COUNTS_PADDING = "padding_lengths" not in _GET_PROCESSORS.co_varnames
 
 # The argument of Seamless's position embedding with the number of earlier positions; until 5.24 it had the second name.
 EARLIER_POSITIONS = ("cache_length", "past_key_values_length")
@@ -36,7 +35,7 @@ STEPS_ARE_KNOWN = (
 
 # Since 5.13 the library's beam search also moves the states of Mamba; before, it did not.
 _TEXTS = "".join(map(str, inspect.unwrap(GenerationMixin._beam_search).__code__.co_consts))
-MOVED_CACHES = utils.ALL_CACHE_NAMES if "cannot be reordered" in _TEXTS else (CACHE,)
+MOVED_CACHES = getattr(utils, "ALL_CACHE_NAMES", (CACHE,)) if "cannot be reordered" in _TEXTS else (CACHE,)
 
 # Since 5.17 the length of static layers is a tensor without dimensions, as `KVLayer` returns it.
 LAYERS_ARE_KNOWN = getattr(StaticLayer(1), "cumulative_length", torch.ones(1)).dim() == 0
@@ -58,14 +57,10 @@ COUPLED_ROWS = {
     "big_bird": "its sparse attention draws random numbers for each row",
 }
 
-# A key's column matters, not only its position.
+# A key's column matters, not only its position, and only beyond the columns of the trial in `prefixes.py`.
 COUNTED_COLUMNS = {
     "gpt_neo": "its local attention counts columns",
-    "mpt": "its attention biases count columns",
 }
-
-# Positions are derived from the attention mask, which all rows have.
-POSITIONS_OF_MASK = ("bloom",)
 
 # With the positions of seamless.py, steps do not wait for the device, although the library does not mark them so.
 SYNC_FREE = ("seamless_m4t", "seamless_m4t_v2")
@@ -73,3 +68,18 @@ SYNC_FREE = ("seamless_m4t", "seamless_m4t_v2")
 # Arguments that a model takes, but does not read while it decodes. Whisper's generate still passes the mask of all
 # recordings when some of them have ended, or are decoded again at another temperature.
 UNREAD_ARGUMENTS = {"whisper": ("attention_mask",)}
+
+# Classes whose `prepare_inputs_for_generation` or `_update_model_kwargs_for_generation` is their own, and was read: it
+# keeps no state, and the inputs of one token are the last column of the inputs of several.
+_MODELS = "transformers.models"
+STATELESS_INPUTS = {
+    f"{_MODELS}.canary.modeling_canary": ("CanaryForConditionalGeneration",),
+    f"{_MODELS}.cohere_asr.modeling_cohere_asr": ("CohereAsrForConditionalGeneration",),
+    f"{_MODELS}.ctrl.modeling_ctrl": ("CTRLLMHeadModel",),
+    f"{_MODELS}.gemma3.modeling_gemma3": ("Gemma3ForConditionalGeneration",),
+    f"{_MODELS}.gemma4.modeling_gemma4": ("Gemma4ForConditionalGeneration",),
+    f"{_MODELS}.paligemma.modeling_paligemma": ("PaliGemmaForConditionalGeneration",),
+    f"{_MODELS}.phi3.modeling_phi3": ("Phi3ForCausalLM",),
+    f"{_MODELS}.phimoe.modeling_phimoe": ("PhimoeForCausalLM",),
+    f"{_MODELS}.whisper.modeling_whisper": ("WhisperForConditionalGeneration",),
+}

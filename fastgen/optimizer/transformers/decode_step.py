@@ -25,16 +25,15 @@ from fastgen.models.cache_names import CACHE
 from fastgen.optimizer.decoding.call import undo_of_attributes, undo_of_random_numbers
 from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.decode_step import CannotPad, DecodeStep
-from fastgen.optimizer.decoding.report import COMPACTION, LeaveAlone, Reason, leave_alone_for
+from fastgen.optimizer.decoding.guards import is_user_code
+from fastgen.optimizer.decoding.report import COMPACTION, STEPS, LeaveAlone, Reason, check, leave_alone_for
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
-from fastgen.optimizer.decoding.user_code import is_user_code
 from fastgen.optimizer.transformers import compat, kv_layers, row_groups
 from fastgen.optimizer.transformers.checks import CallChecks, HostModel
-from fastgen.optimizer.transformers.drafts import DraftedSteps
+from fastgen.optimizer.transformers.drafts import MASKS, DraftedSteps, inputs_ahead
 
 # Arguments of a forward.
-MASK, ENCODED, KEPT_LOGITS = "attention_mask", "encoder_outputs", "logits_to_keep"
-DECODER_MASK = "decoder_attention_mask"
+MASK, ENCODED = "attention_mask", "encoder_outputs"
 
 
 class TransformersDecodeStep(DecodeStep):
@@ -89,31 +88,32 @@ class TransformersDecodeStep(DecodeStep):
     def next_logits(self, input_ids: Tensor) -> Tensor:
         """Returns the same from a forward of one token."""
         outputs = self.run(input_ids)
-        self.arguments = self.extended(outputs)
+        self.extend_arguments(outputs)
         return outputs.logits[:, -1].to(dtype=torch.float32, device=input_ids.device)
 
-    def extended(self, outputs: Any, drafts: int = 0) -> dict[str, Any]:
-        """Returns the arguments with one more token, or a copy with so many drafted ones."""
-        return self.model._update_model_kwargs_for_generation(
-            outputs,
-            dict(self.arguments) if drafts else self.arguments,
-            is_encoder_decoder=self.model.config.is_encoder_decoder,
-            **({"num_new_tokens": drafts} if drafts else {}),
+    def extend_arguments(self, outputs: Any) -> None:
+        """Adds the column of the next token to the arguments."""
+        self.arguments = self.model._update_model_kwargs_for_generation(
+            outputs, self.arguments, is_encoder_decoder=self.model.config.is_encoder_decoder
         )
 
     def prefill(self, tokens: Tensor) -> Any:
         return self.model._prefill(tokens, self.generation_config, self.arguments, is_first_iteration=True)
 
     def inputs(self, tokens: Tensor, view: Any, size: int = 1) -> dict[str, Any]:
+        if size == 1:
+            return self._inputs_of_one(tokens, view)
+        count = size - 1
+        cache = None if self.graph is None else self.graph.cache
+        column = 0 if cache is None else cache.self_padding + cache.prompt_length + cache.generated_length + 1
+        return inputs_ahead(self._inputs_of_one(tokens[:, :-count], view), tokens[:, -count:], column)
+
+    def _inputs_of_one(self, tokens: Tensor, view: Any) -> dict[str, Any]:
         arguments = self.arguments if view is None else {**self.arguments, CACHE: view}
-        length = size if arguments["use_cache"] else None
-        if size > 1:
-            arguments = self.extended({}, size - 1) | {CACHE: arguments[CACHE]}
-            if KEPT_LOGITS in arguments:
-                arguments[KEPT_LOGITS] = size
+        length = 1 if arguments["use_cache"] else None
         is_cross = self.model.config.is_encoder_decoder
-        name = DECODER_MASK if is_cross else MASK
-        masks = None if self.graph is None or size > 1 else self._masks.next(self.graph.cache)
+        name = MASKS[is_cross]
+        masks = None if self.graph is None else self._masks.next(self.graph.cache)
         if masks is not None:  # the library builds none then
             arguments = {**arguments, name: tree_leaves(masks)[0]}
         inputs = self.model.prepare_inputs_for_generation(tokens, next_sequence_length=length, **arguments)
@@ -124,7 +124,7 @@ class TransformersDecodeStep(DecodeStep):
             inputs = self._pad(inputs, padding)
         if masks is not None:
             inputs[name] = masks
-        elif size == 1:
+        else:
             self._masks.keep_sync(self.graph.cache, inputs.get(name))
         return inputs
 
@@ -137,6 +137,7 @@ class TransformersDecodeStep(DecodeStep):
     def logits_of(outputs: Any) -> Tensor:
         return outputs.logits
 
+    @check(STEPS)
     def content(self, left: int) -> KVContent:
         if (cache := self.arguments.get(CACHE)) is None:
             raise LeaveAlone([Reason("NO_CACHE", "there is no cache")])
@@ -162,14 +163,19 @@ class TransformersDecodeStep(DecodeStep):
         self.arguments[CACHE] = self._dynamic
 
     @property
+    def attention(self) -> str | None:
+        """The name of the decoder's attention function in the library's registry."""
+        return getattr(self.model.config.get_text_config(decoder=True), "_attn_implementation", None)
+
+    @property
     def attends_in_segments(self) -> bool:
-        return getattr(self.model.config.get_text_config(decoder=True), "_attn_implementation", None) == "sdpa"
+        return self.attention == "sdpa"
 
     @cached_property
     def runs_user_code(self) -> bool:
         arguments = self.checks.arguments
-        called = *self.processors, *arguments.stopping_criteria, arguments.streamer
-        return any(is_user_code(one, self.known_code.packages) for one in called if one is not None)
+        streamers = [] if arguments.streamer is None else [arguments.streamer]
+        return is_user_code([*self.processors, *arguments.stopping_criteria, *streamers], self.known_code.packages)
 
     @property
     def is_streamed(self) -> bool:
@@ -236,7 +242,7 @@ class TransformersDecodeStep(DecodeStep):
 
     def compact_cache(self, batch_index: Tensor, rows: Tensor) -> None:
         if (cache := kv_layers.cache_of(self.arguments)) is not None:
-            kv_layers.reorder(cache, rows, batch_index)
+            kv_layers.compact(cache, batch_index, rows)
 
     def compact(self, batch_index: Tensor, rows: Tensor) -> None:
         """Drops the inputs that are not at `batch_index`; row i becomes what row `rows[i]` was (int64 both)."""

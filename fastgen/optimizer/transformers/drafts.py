@@ -4,10 +4,15 @@
 them already if the last forward checked a draft and all rows have followed it so far. Otherwise it drops the keys of
 what was not followed, and runs a forward: of one token, or with the next draft (`decoding/drafts.py`).
 
-A first use is compared: the first draft is checked by steps of one token as well, which the loop needs anyway, and only
-if both give the same logits at two positions, drafts are trusted for this model.
+fastgen makes the inputs of several tokens itself, out of those that the library prepares for one: a class may prepare
+several differently. So drafts need a class whose inputs of one token depend on nothing but the arguments
+(`CallChecks.drafts`), and arguments whose columns are known (`inputs_ahead`).
 
-Tests: tests/optimizer/transformers/test_drafts.py
+A first use is compared: the first draft is checked by steps of one token as well, which the loop needs anyway, and only
+if both give the same logits at two positions, drafts are trusted for this model and calls of this kind.
+
+Tests: tests/optimizer/transformers/test_drafts.py, tests/optimizer/transformers/test_drafted_inputs.py,
+tests/optimizer/transformers/test_drafted_architectures.py
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -23,25 +28,38 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from transformers.cache_utils import Cache
 
-from fastgen.models.cache_names import CACHE
+from fastgen.models.cache_names import CACHE, CACHE_NAMES
+from fastgen.optimizer.decoding.call import Rollback, undo_of_random_numbers, undo_of_tensors
 from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.drafts import Drafts, Text
 from fastgen.optimizer.decoding.graphs import differs_sync
-from fastgen.optimizer.decoding.report import DRAFTS, MODEL_CHANGED, Reason
+from fastgen.optimizer.decoding.report import DRAFTS, MODEL_CHANGED, LeaveAlone, Reason, check
 from fastgen.optimizer.transformers import kv_layers
+
+# Arguments of a forward with a column for each of its tokens, by what the columns of drafted tokens are.
+TOKENS = ("input_ids", "decoder_input_ids")
+POSITIONS = ("position_ids", "decoder_position_ids", "cache_position")
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # those of the last token
+MASKS = ("attention_mask", "decoder_attention_mask")
+KEPT_LOGITS = "logits_to_keep"
+
+# Arguments without such columns, and types of arguments that have none. The library passes on stop strings' tokenizer.
+WITHOUT_COLUMNS = (*CACHE_NAMES, "encoder_outputs", "tokenizer")
+PLAIN_TYPES = (type(None), bool, str)
 
 
 @dataclass
 class DraftFacts:
-    """What is known of a model's forwards of several tokens, in one dtype.
+    """What is known of a model's forwards of several tokens, in calls of one kind (`DraftedSteps.facts`).
 
     is_proven: whether one gave the logits of single steps. refused: why drafts are not checked any more. seconds: by
     rows, tokens, and whether they were replays, the number of forwards and the shortest time.
     """
 
-    dtype: torch.dtype
     is_proven: bool = False
     refused: list[Reason] = field(default_factory=list)
     seconds: defaultdict[tuple[int, int, bool], list[float]] = field(
@@ -56,7 +74,8 @@ FAR_OFF = 1.5
 
 _version = attrgetter("_version")  # counts changes in place
 
-_facts: WeakKeyDictionary[Any, DraftFacts] = WeakKeyDictionary()
+_facts: WeakKeyDictionary[Any, defaultdict[Any, DraftFacts]] = WeakKeyDictionary()
+_padding_of_modules: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
 
 
 @dataclass
@@ -64,7 +83,7 @@ class Checked:
     """A draft and the logits of the forward that checked it.
 
     tokens: `[rows][size - 1]`. logits: `[rows, size, vocabulary_size]`. used: how many of these the loop has taken, or
-    compared in a trial. length: of the cache before the forward. versions: of the weights.
+    compared in a trial. length: of the cache before the forward. versions: of the model's tensors after it.
     """
 
     tokens: list[list[int]]
@@ -89,20 +108,40 @@ class DraftedSteps:
 
     def __init__(self, step: Any, sources: list[list[int]]) -> None:
         self.step, self.sources = step, sources
-        self.drafts = Drafts([], self._cost)
+        self.drafts = Drafts([], self._cost, _padding_of(step))
         self.checked: Checked | None = None
         self.trial: Checked | None = None
         self.is_left_alone = False
-        facts, dtype = _facts.get(step.model), step.model.dtype
-        if facts is None or facts.dtype != dtype or not step.call.costs.looks_back:
-            facts = DraftFacts(dtype)
-            if step.call.costs.looks_back:
-                _facts[step.model] = facts
-        self.facts = facts
+        self._reasons: list[Reason] | None = None  # against drafts in this call, once there is one
+        self._facts: dict[bool, DraftFacts] = {}  # by whether the cache is static
+        self._facts_of_model: defaultdict[Any, DraftFacts] = defaultdict(DraftFacts)
+        if step.call.costs.looks_back:
+            self._facts_of_model = _facts.setdefault(step.model, self._facts_of_model)
+
+    @property
+    def facts(self) -> DraftFacts:
+        """What is known of forwards of this kind: with such arguments, and with a static cache or the loop's own."""
+        is_static = self.step.graph is not None
+        if is_static not in self._facts:
+            self._facts[is_static] = self._facts_of_model[is_static, self._kind()]
+        return self._facts[is_static]
+
+    @property
+    def _cache(self) -> Cache | None:
+        """The cache of the loop, unless it is of a class that has no layers (XLNet returns tuples of tensors)."""
+        cache = kv_layers.cache_of(self.step.arguments)
+        return cache if isinstance(cache, Cache) else None
+
+    def _kind(self) -> tuple[Any, ...]:
+        """Returns what decides which code a step runs; called after the prefill, which fills the cache."""
+        model, arguments = self.step.model, self.step.arguments
+        kinds = frozenset((name, _kind_of(value)) for name, value in arguments.items() if value is not None)
+        layers = () if self._cache is None else tuple(map(type, kv_layers.layers_of(self._cache)))
+        return type(model), model.dtype, self.step.attention, kinds, layers
 
     def logits_sync(self, input_ids: Tensor) -> Tensor:
         """Returns the logits `[rows, vocabulary_size]`, float32, of the token after input_ids `[rows, length]`."""
-        step, facts = self.step, self.facts
+        step = self.step
         if step.steps == 0:
             return step.next_logits(input_ids)
         newest, checked, tokens = self._read_sync(input_ids), self.checked, []
@@ -118,8 +157,9 @@ class DraftedSteps:
             self.trial, follows, tokens = None, False, []
         if checked is not None and follows:
             return self._take(checked)
-        if tokens and facts.is_proven:
-            return self._check(input_ids, tokens)
+        if tokens and self.facts.is_proven:
+            checked = self._check(input_ids, tokens)
+            return self._single_sync(input_ids) if checked is None else self._take(checked)
         if tokens:
             self._try(input_ids, tokens)
         return self._single_sync(input_ids)
@@ -133,11 +173,13 @@ class DraftedSteps:
         return ahead is not None and ahead.versions != self._versions()
 
     def _versions(self) -> int:
-        return sum(map(_version, self._weights))
+        return sum(map(_version, self._tensors))
 
     @cached_property
-    def _weights(self) -> list[Tensor]:
-        return [weight for weight in self.step.model.parameters() if not weight.is_inference()]
+    def _tensors(self) -> list[Tensor]:
+        """The parameters, buffers and plain tensors of all modules that count changes in place."""
+        tensors = (tensor for module in self.step.model.modules() for tensor in _tensors_of(module))
+        return [tensor for tensor in tensors if not tensor.is_inference()]
 
     def settle(self) -> None:
         """Drops positions of the cache whose tokens the loop has not taken."""
@@ -149,7 +191,7 @@ class DraftedSteps:
         """Keeps these rows only."""
         self.settle()
         self.trial = None
-        self.drafts.take(rows)
+        self.drafts.compact(rows)
 
     def report(self) -> None:
         """Adds to the call's report what was drafted."""
@@ -202,7 +244,10 @@ class DraftedSteps:
             tokens = self.drafts.propose(left, self._overhead)
         if not tokens:
             return []
-        if reasons := self.facts.refused or step.checks.drafts:
+        if self._reasons is None:
+            length = 0 if self._cache is None else kv_layers.length_of(self._cache) or 0
+            self._reasons = step.checks.drafts(length + step.max_length - input_ids.shape[1])
+        if reasons := self.facts.refused or self._reasons:
             self._leave_alone(reasons)
         return [] if reasons else tokens
 
@@ -210,15 +255,32 @@ class DraftedSteps:
         size = len(tokens[0]) + 1
         length = self.step.arguments[CACHE].get_seq_length()
         drafted = torch.tensor(tokens, dtype=input_ids.dtype, device=input_ids.device)
-        versions = self._versions() if self.step.runs_user_code else 0
         outputs = self._timed(size, self.step.run_ahead, torch.cat([input_ids, drafted], dim=1), size, is_trial)
+        versions = self._versions() if self.step.runs_user_code else 0
         return Checked(tokens, outputs, outputs.logits, int(length), versions)
 
-    def _check(self, input_ids: Tensor, tokens: list[list[int]]) -> Tensor:
-        """Runs a forward with a draft, and returns the logits of its first token."""
-        self.checked = checked = self._forward(input_ids, tokens)
-        self.drafts.drafted += len(tokens) * len(tokens[0])
-        return self._take(checked)
+    def _rollback(self) -> Rollback:
+        """Returns a context that drops the positions of a forward, even of one that failed in some layer."""
+        rollback = Rollback()
+        if (graph := self.step.graph) is not None:
+            rollback.callback(graph.cache.advance, 0)
+        else:
+            rollback.callback(kv_layers.undo_of(self.step.arguments[CACHE]))
+        return rollback
+
+    def _check(self, input_ids: Tensor, tokens: list[list[int]]) -> Checked | None:
+        """Runs a forward with a draft; returns None if it failed: then single steps go on."""
+        try:
+            with self._rollback() as rollback:
+                self.checked = self._forward(input_ids, tokens)
+                rollback.keep()
+        except LeaveAlone as left_alone:
+            self._leave_alone(left_alone.reasons)
+        except Exception as error:
+            self._leave_alone([self._refusal(f"{type(error).__name__}: {error}")])
+        else:
+            self.drafts.drafted += len(tokens) * len(tokens[0])
+        return self.checked
 
     def _take(self, checked: Checked) -> Tensor:
         """Returns the next logits of the last forward with a draft, and counts the step."""
@@ -226,7 +288,7 @@ class DraftedSteps:
         if step.graph is not None:
             step.graph.cache.advance()
         step.steps += 1
-        step.arguments = step.extended(checked.outputs)
+        step.extend_arguments(checked.outputs)
         logits = checked.logits[:, checked.used]
         drafts.saved += checked.used > 0
         drafts.accepted += len(logits) * (checked.used > 0)
@@ -237,7 +299,7 @@ class DraftedSteps:
         logits = self._timed(1, self.step.next_logits, input_ids)
         if (trial := self.trial) is not None:
             if differs_sync(logits.to(trial.logits.dtype), trial.logits[:, trial.used]):
-                self._refuse(f"{type(self.step.model).__name__}: a forward of several tokens gave other logits")
+                self._refuse("a forward of several tokens gave other logits")
             elif trial.used == 1:
                 self.facts.is_proven, self.trial = True, None
             else:
@@ -246,27 +308,31 @@ class DraftedSteps:
 
     def _try(self, input_ids: Tensor, tokens: list[list[int]]) -> None:
         """Runs a forward with a draft, whose logits are then compared with those of single steps."""
-        step, cache = self.step, self.step.arguments[CACHE]
-        length = int(cache.get_seq_length())
         try:
-            self.trial = self._forward(input_ids, tokens, is_trial=True)
-            if self.trial.logits.shape[1] != len(tokens[0]) + 1:
-                self._refuse(f"{type(step.model).__name__}: a forward of several tokens gave logits of one")
-            else:
-                self.trial.logits = self.trial.logits.clone()  # replays overwrite them
+            with self._rollback() as rollback:
+                rollback.callback(undo_of_tensors(self.step.model.modules()))
+                rollback.callback(undo_of_random_numbers(only_torch=True))
+                trial = self._forward(input_ids, tokens, is_trial=True)
+        except LeaveAlone as left_alone:
+            self._leave_alone(left_alone.reasons)
         except Exception as error:
-            self._refuse(f"{type(step.model).__name__}: {type(error).__name__}: {error}")
-        if step.graph is not None:
-            step.graph.cache.advance(0)
+            self._refuse(f"{type(error).__name__}: {error}")
         else:
-            kv_layers.crop(cache, length)
+            if trial.logits.shape[1] != len(tokens[0]) + 1:
+                self._refuse("a forward of several tokens gave logits of one")
+            else:
+                trial.logits = trial.logits.clone()  # replays overwrite them
+                self.trial = trial
 
     def _refuse(self, text: str) -> None:
-        """Checks no more drafts of this model."""
-        self.facts.refused, self.trial = [Reason("DRAFTS_REFUSED", text)], None
+        """Checks no more drafts in calls of this kind."""
+        self.facts.refused, self.trial = [self._refusal(text)], None
         self._leave_alone(self.facts.refused)
 
-    def _leave_alone(self, reasons: list[Reason]) -> None:
+    def _refusal(self, text: str) -> Reason:
+        return Reason("DRAFTS_REFUSED", f"{type(self.step.model).__name__}: {text}")
+
+    def _leave_alone(self, reasons: Sequence[Reason]) -> None:
         """Checks no more drafts in this call."""
         self.is_left_alone = True
         self.step.call.report.add_reasons(DRAFTS, reasons)
@@ -281,3 +347,64 @@ class DraftedSteps:
             entry = self.facts.seconds[step.rows, size, is_replay]
             entry[0], entry[1] = entry[0] + 1, min(entry[1], time.perf_counter() - started)
         return result
+
+
+@check(DRAFTS)
+def inputs_ahead(inputs: dict[str, Any], drafted: Tensor, column: int) -> dict[str, Any]:
+    """Returns the inputs of a forward of the newest token and drafted ones, out of those of the newest token.
+
+    drafted: `[rows, count]`. column: of the first drafted token, in masks of a static cache, `[…, 1, length]`, whose
+    later columns are hidden. Raises LeaveAlone if the columns of an argument are not known.
+    """
+    is_cross, count = TOKENS[1] in inputs, drafted.shape[1]
+    mask, ahead = MASKS[is_cross], dict(inputs)
+    for name, value in inputs.items():
+        if isinstance(value, PLAIN_TYPES) or name in WITHOUT_COLUMNS or (is_cross and name == MASKS[0]):
+            continue
+        if name in TOKENS and value.shape[1] == 1:
+            ahead[name] = torch.cat([value, drafted], dim=1)
+        elif name in POSITIONS:
+            ahead[name] = value + torch.arange(count + 1, dtype=value.dtype, device=value.device)
+        elif name in TOKEN_TYPES:
+            ahead[name] = value.expand(*value.shape[:-1], count + 1)
+        elif name == mask and isinstance(value, Tensor) and value.dim() == 2:
+            ahead[name] = torch.cat([value, value.new_ones(len(value), count)], dim=1)
+        elif name == mask:
+            ahead[name] = tree_map_only(Tensor, lambda states: _mask_ahead(states, count, column), value)
+        elif name == KEPT_LOGITS:
+            ahead[name] = count + 1
+        else:
+            text = f"argument {name}: its columns are not known for drafted tokens"
+            raise LeaveAlone([Reason("ARGUMENT_COLUMNS", text)])
+    return ahead
+
+
+def _mask_ahead(mask: Tensor, count: int, column: int) -> Tensor:
+    """Returns a mask `[rows, heads, count + 1, length]` in which each token sees those before it as well."""
+    masks = mask.repeat(1, 1, count + 1, 1)
+    sees = torch.ones(count + 1, count, dtype=torch.bool, device=mask.device).tril(-1)
+    masks[..., column : column + count].masked_fill_(sees, True if mask.dtype == torch.bool else 0)
+    return masks
+
+
+def _kind_of(value: Any) -> Any:
+    """Returns what code may ask of an argument before it reads numbers: a flag, or a tensor's dtype and dimensions."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.dim()
+    return value if isinstance(value, PLAIN_TYPES) else type(value)
+
+
+def _padding_of(step: Any) -> frozenset[int]:
+    """Returns the padding tokens: some models do not count them as positions."""
+    model = step.model
+    if model not in _padding_of_modules:  # fixed when a module is made
+        ids = {vars(module).get("padding_idx") for module in model.modules()}
+        _padding_of_modules[model] = frozenset(token for token in ids if isinstance(token, int))
+    configs = step.generation_config, model.config.get_text_config(decoder=True)
+    tokens = (getattr(config, "pad_token_id", None) for config in configs)  # some configurations do not have one
+    return _padding_of_modules[model].union(token for token in tokens if isinstance(token, int))
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    for values in (module._parameters, module._buffers, vars(module)):
+        yield from (value for value in values.values() if isinstance(value, Tensor))

@@ -4,7 +4,7 @@
     call 2   | prefix ...   | rests of this call |    the common part is copied, and the rests are computed after it
 
 A call keeps the common prefix of its rows, if it was computed once; a call with one input keeps its whole prompt, which
-conversations need. A prefix is reused if the model is unchanged: its facts (see `decoding/model_facts.py`), torch's
+conversations need. A prefix is reused if the model is unchanged: its facts (see `decoding/model_info.py`), torch's
 settings, and every bit of its weights.
 
 Tests: tests/optimizer/transformers/test_kept_prefix.py
@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from fastgen.ops.checksums import checksums_sync
 from fastgen.optimizer.decoding.call import GenerateCall, settings_of
 from fastgen.optimizer.decoding.graphs import torch_settings
-from fastgen.optimizer.decoding.model_facts import ModelFacts
+from fastgen.optimizer.decoding.model_info import ModelInfo
 from fastgen.optimizer.decoding.report import KEPT, USER_CACHE, Reason
 from fastgen.optimizer.decoding.segmented_kv import KV
 from fastgen.optimizer.transformers import checks, kv_layers
@@ -88,7 +88,7 @@ class PrefixReuse:
         """Keeps copies of these columns of one row, and of the cache that their forward filled; adds to the report."""
         length = next(iter(columns.values())).shape[1]
         foreign = [name for name, value in options.items() if not isinstance(value, PLAIN)]
-        reasons = [USER_CACHE] if call.host.user_cache else checks.CallChecks.of(call, model).rows
+        reasons = [Reason("USER_CACHE", USER_CACHE)] if call.host.user_cache else checks.CallChecks.of(call, model).rows
         reasons = reasons or [Reason("ARGUMENT_TYPE", f"argument {name} cannot be compared") for name in foreign[:1]]
         reasons = reasons or _cache_reasons(cache, length)
         state = None if reasons else self._state_of(call, model)
@@ -133,7 +133,7 @@ def _common_length_sync(stored: Tensor, columns: Tensor) -> int:
     return int(equal.long().cumprod(dim=0).sum())
 
 
-def weights_of(facts: ModelFacts) -> list[Tensor] | None:
+def weights_of(facts: ModelInfo) -> list[Tensor] | None:
     """Returns all tensors in the modules; None if the bits of one cannot be read."""
     tensors = [tensor for tensor in facts.row_tensors().values() if type(tensor) is Tensor]
     for module in facts.modules.values():

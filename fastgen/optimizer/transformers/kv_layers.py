@@ -32,16 +32,10 @@ from transformers.cache_utils import (
 )
 
 from fastgen.models.cache_names import CACHE_NAMES
+from fastgen.optimizer.decoding import report
 from fastgen.optimizer.decoding.call import GenerateCall, Restore, undo_of_attributes
 from fastgen.optimizer.decoding.kv_cache import KVCache
-from fastgen.optimizer.decoding.report import (
-    CACHE_NOT_EMPTY,
-    KV_CACHE,
-    LAYER_EMPTY,
-    LeaveAlone,
-    Reason,
-    leave_alone_for,
-)
+from fastgen.optimizer.decoding.report import LAYER_EMPTY, NOT_EMPTY, STEPS, LeaveAlone, Reason, check, leave_alone_for
 from fastgen.optimizer.decoding.segmented_kv import KV, cut
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 
@@ -157,17 +151,25 @@ class KVSlidingLayer(KVLayer, DynamicSlidingWindowLayer):
 ADOPTED = {DynamicLayer: KVLayer, DynamicSlidingWindowLayer: KVSlidingLayer}
 
 
+@check(report.PREFILL)
 def unsupported_reasons(cache: Any) -> list[Reason]:
     """Returns why the rows of this cache could not be expanded after a prefill that fills it; empty if they can."""
     if (reasons := unsupported_types(cache)) or not parts(cache)[0].layers:
         return reasons
+    length = length_of(cache)
+    is_filled = cache.has_previous_state() if length is None else length > 0
+    return [Reason("CACHE_NOT_EMPTY", NOT_EMPTY)] if is_filled else []
+
+
+def length_of(cache: Any) -> int | None:
+    """Returns the number of positions in the cache; None if all its layers are of linear attention, which have none."""
     try:
-        is_filled = cache.get_seq_length() > 0
-    except ValueError:  # only linear attention layers, which have no length
-        is_filled = cache.has_previous_state()
-    return [CACHE_NOT_EMPTY] if is_filled else []
+        return int(cache.get_seq_length())
+    except ValueError:
+        return None
 
 
+@check(report.PREFILL, report.LOOP, report.COMPACTION, report.DRAFTS)
 def unsupported_types(cache: object) -> list[Reason]:
     """Returns why a cache of these classes cannot be expanded to more rows; empty if it can."""
     for part in parts(cache):
@@ -176,10 +178,10 @@ def unsupported_types(cache: object) -> list[Reason]:
             return [Reason("CACHE_TYPE", text)]
         if getattr(part, "offloading", False):
             return [Reason("CACHE_OFFLOADED", "the cache is offloaded to the CPU")]
-        kinds = set(map(type, part.layers))
-        foreign = [kind.__name__ for kind in kinds if kind.__module__ not in (DynamicLayer.__module__, __name__)]
-        if foreign:
-            text = f"the cache has layers of the model's own classes ({', '.join(sorted(foreign))})"
+        kinds, modules = set(map(type, part.layers)), {DynamicLayer.__module__, __name__}
+        if not modules.issuperset(map(attrgetter("__module__"), kinds)):
+            foreign = sorted(kind.__name__ for kind in kinds if kind.__module__ not in modules)
+            text = f"the cache has layers of the model's own classes ({', '.join(foreign)})"
             return [Reason("CACHE_LAYERS", text)]
     return []
 
@@ -194,7 +196,7 @@ def adopt(
     them. Layers that were adopted earlier, for a common prefix, stay in their `KVCache`. limit: the number of positions
     that can be added to each row. is_prefix: whether the cache holds a prefix of all rows. Adds to the report.
     """
-    share = False if rows_per_input == 1 else call.host.share
+    share = False if rows_per_input == 1 or call.host.custom_generate else None
 
     def should_share(keys: Tensor, is_cross: bool = False) -> bool:
         if share is not None:
@@ -226,10 +228,12 @@ def adopt(
         what = "the prefix's keys and values: once for all rows" if is_prefix else PROMPT_ONCE
         call.report.shared.append(f"{what}, {shared['prompt']} layers")
     for name, count in sorted(repeated.items()):
-        call.report.add_reasons(KV_CACHE, [Reason("LAYER_TYPE", f"{count} layers of {name} stored for each row")])
+        call.report.add_reasons(
+            report.KV_CACHE, [Reason("LAYER_TYPE", f"{count} layers of {name} stored for each row")]
+        )
     if few:
         text = f"{few} layers stored for each row: too few keys to gain"
-        call.report.add_reasons(KV_CACHE, [Reason("FEW_KEYS", text)])
+        call.report.add_reasons(report.KV_CACHE, [Reason("FEW_KEYS", text)])
     if gains:
         call.on_exit.callback(give_back, ref(cache))
     return gains or bool(prefixes)
@@ -251,7 +255,7 @@ def _layers_by_kind(
             if isinstance(layer, KVLayer):
                 continue
             if type(layer) not in ADOPTED or getattr(layer, "record_past", False):  # used to roll back a window
-                _take_rows(layer, torch.arange(inputs).repeat_interleave(rows_per_input))
+                _select_rows(layer, torch.arange(inputs).repeat_interleave(rows_per_input))
                 repeated[type(layer).__name__] += 1
             elif layer.is_initialized and layer.keys.numel():
                 keys, shares = layer.keys, should_share(layer.keys, is_cross)
@@ -287,35 +291,43 @@ def give_back(cache_ref: ref[Cache]) -> None:
             layer.to_dynamic_layer()
 
 
-def take_rows(cache: Cache, rows: Tensor) -> None:
+def select_rows(cache: Cache, rows: Tensor) -> None:
     """Overwrites row i with row `rows[i]` (int64); there may be more rows than before."""
     for layer in layers_of(cache):
-        _take_rows(layer.to_dynamic_layer() if isinstance(layer, KVLayer) else layer, rows)
+        _select_rows(layer.to_dynamic_layer() if isinstance(layer, KVLayer) else layer, rows)
 
 
-def _take_rows(layer: Any, rows: Tensor) -> None:
+def _select_rows(layer: Any, rows: Tensor) -> None:
     device = getattr(layer, "device", None)
     layer.reorder_cache(rows if device is None else rows.to(device))
 
 
-def reorder(cache: Cache, rows: Tensor, batch_index: Tensor | None = None) -> None:
-    """Reorders rows like `cache.reorder_cache`, but with one move for all layers; rows must stay with their inputs.
-
-    batch_index: the inputs that remain (int64); None if all do.
-    """
-    if batch_index is None and rows.device.type == "cpu" and torch.equal(rows, torch.arange(len(rows))):
+def reorder(cache: Cache, beam_idx: Tensor) -> None:
+    """Reorders rows like `cache.reorder_cache`, but with one move for all layers; rows must stay with their inputs."""
+    if beam_idx.device.type == "cpu" and torch.equal(beam_idx, torch.arange(len(beam_idx))):
         return
-    adopted = {}
+    _reorder_own_layers(cache, beam_idx)
+    for kv in adopted_by(cache):
+        kv.reorder(beam_idx)
+
+
+def compact(cache: Cache, batch_index: Tensor, rows: Tensor) -> None:
+    """Drops the inputs that are not at `batch_index`; row i becomes what row `rows[i]` was (int64 both)."""
+    _reorder_own_layers(cache, rows)
+    for kv in adopted_by(cache):
+        kv.compact(batch_index, rows)
+
+
+def _reorder_own_layers(cache: Cache, rows: Tensor) -> None:
+    """Selects these rows in layers that stayed the library's."""
     for layer in layers_of(cache):
-        if isinstance(layer, KVLayer):
-            adopted[id(layer.kv)] = layer.kv
-        else:
+        if not isinstance(layer, KVLayer):
             layer.reorder_cache(rows)
-    for kv in adopted.values():
-        if batch_index is None:
-            kv.reorder(rows)
-        else:
-            kv.compact(batch_index, rows)
+
+
+def adopted_by(cache: Cache) -> list[Any]:
+    """Returns each `KVCache` or `StaticKVCache` that holds layers of this cache."""
+    return list({id(layer.kv): layer.kv for layer in layers_of(cache) if isinstance(layer, KVLayer)}.values())
 
 
 def crop(cache: Cache, length: int) -> None:
@@ -325,6 +337,7 @@ def crop(cache: Cache, length: int) -> None:
             layer.crop(-surplus)
 
 
+@check(report.PREFIX, report.STEPS, report.DRAFTS)
 def layer_reasons(cache: Cache, most: int) -> list[Reason]:
     """Returns why layers of these classes cannot be static for `most` positions; empty if they can."""
     for layer in parts(cache)[0].layers:  # layers of cross-attention never slide
@@ -337,6 +350,7 @@ def layer_reasons(cache: Cache, most: int) -> list[Reason]:
     return []
 
 
+@check(STEPS)
 def content_of(cache: Cache, most: int) -> KVContent:
     """Returns the content of the cache as views. Raises LeaveAlone if it cannot be static for `most` positions."""
     leave_alone_for(layer_reasons(cache, most))
@@ -397,11 +411,18 @@ def is_static(cache: object) -> bool:
 def cache_of(arguments: dict[str, Any]) -> Cache | None:
     """Returns the cache among the arguments of `generate`, or the arguments or outputs of a forward."""
     for name in CACHE_NAMES:
-        if (cache := arguments.get(name)) is not None:
+        if (cache := dict.get(arguments, name)) is not None:  # a newer `ModelOutput.get` warns of the older names
             return cache
     return None
 
 
 def undo_of(cache: Cache) -> Restore:
-    """Returns a function that restores this cache, which is empty, to its present state."""
-    return cache.reset if is_static(cache) else undo_of_attributes([cache, *parts(cache), *layers_of(cache)])
+    """Returns a function that restores this cache to its present state; a `StaticCache` must be empty.
+
+    Positions that were added are dropped, even if a forward ended in some layer. Stored positions are never written in
+    place, except by `reorder`, which is not undone.
+    """
+    if is_static(cache):
+        return cache.reset
+    stores = [store for kv in adopted_by(cache) for store in (kv, *kv.layers, *kv.generated)]
+    return undo_of_attributes([cache, *parts(cache), *layers_of(cache), *stores])

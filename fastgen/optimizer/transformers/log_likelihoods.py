@@ -38,6 +38,7 @@ from fastgen.optimizer.transformers import checks, prefixes
 from fastgen.optimizer.transformers.checks import generate_call
 from fastgen.optimizer.transformers.context_groups import Context, Group, Pair, Tokens, batches, contexts_of, groups_of
 from fastgen.optimizer.transformers.prefill import expand_cache
+from fastgen.optimizer.transformers.sources import shared_scores
 
 LogLikelihood = tuple[float, bool]
 
@@ -87,8 +88,7 @@ def log_likelihoods(
     with generate_call(model, has_steps=False) as call, torch.no_grad():
         scorer, asked = Scorer(call, model, tokens_per_batch), contexts_of(pairs)
         try:
-            groups = scorer.groups(asked)
-            answers = dict(scorer.shared(groups) if groups else scorer.each_alone(asked))
+            answers = scorer.answers(asked)
         except (IndexError, RuntimeError) as error:  # models that compute positions accept more, at a loss
             _check_lengths(model, pairs, error)
             raise
@@ -188,6 +188,13 @@ class Scorer:
         self.accepted = set(inspect.signature(model.forward).parameters)
         self.size = size_of(model, checks.KNOWN)
 
+    def answers(self, contexts: list[Context]) -> dict[Pair, LogLikelihood]:
+        """Returns the answer to each pair of a context and a continuation."""
+        alone = partial(self.each_alone, contexts)
+        if not (groups := self.groups(contexts)):
+            return dict(alone())
+        return shared_scores([self.model], lambda: dict(self.shared(groups)), lambda: dict(alone()))
+
     def groups(self, contexts: list[Context]) -> list[Group]:
         """Returns the groups for `shared`; none if nothing is shared, with reasons in the report."""
         self.call.set_rows(len(contexts), sum(len(context.continuations) for context in contexts))
@@ -214,17 +221,21 @@ class Scorer:
         most = max(len(tokens) for tokens, _ in contexts) + max(len(one) for _, all_of in contexts for one in all_of)
         cache = DynamicCache(config=self.model.config)
         of_call = checks.CallChecks(self.call, self.model)
-        if reasons := of_call.prefix(cache, most, True, prefixes.POSITIONS in self.accepted) + of_call.rows:
+        if reasons := of_call.prefix(cache, most, True) + of_call.rows:
             return reasons
-        arguments = {
-            "input_ids": torch.tensor([(contexts[0].tokens * 2)[:2]], device=self.model.device),
-            "attention_mask": torch.ones(1, 2, dtype=torch.int64, device=self.model.device),
-            "position_ids": torch.arange(2, device=self.model.device)[None],
-            CACHE: cache,
+        columns = {  # of two tokens after one of padding
+            "input_ids": [0, *(contexts[0].tokens * 2)[:2]],
+            "attention_mask": [0, 1, 1],
+            **({"position_ids": [0, 0, 1]} if prefixes.POSITIONS in self.accepted else {}),
         }
+        arguments = {name: torch.tensor([row], device=self.model.device) for name, row in columns.items()}
         facts = self.call.facts_of(self.model, checks.KNOWN)
-        two = prefixes.CommonPrefix(2)
-        return prefixes.model_reasons(facts, lambda tried: self.model(**tried, use_cache=True), two, arguments)
+
+        def forward(tried: dict[str, Any]) -> Any:
+            return self.model(**prefixes.without_cached_columns(tried), use_cache=True)
+
+        two = prefixes.CommonPrefix(2, padding=torch.ones(1, dtype=torch.int64, device=self.model.device))
+        return prefixes.model_reasons(facts, forward, two, {**arguments, CACHE: cache})
 
     def shared(self, groups: list[Group]) -> Iterator[tuple[Pair, LogLikelihood]]:
         """Yields the answers, with common prefixes and contexts computed once."""

@@ -22,27 +22,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import ModelOutput
 
-from fastgen.config import CONFIG
-from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall, Rollback, undo_of_tensors
 from fastgen.optimizer.decoding.cost_model import size_of
-from fastgen.optimizer.decoding.model_facts import ModelFacts
+from fastgen.optimizer.decoding.model_info import ModelInfo
 from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, PREFIX, LeaveAlone, Reason, leave_alone_for
 from fastgen.optimizer.decoding.segmented_kv import KV
-from fastgen.optimizer.transformers import kv_layers, prefixes, row_groups, verification
-from fastgen.optimizer.transformers.checks import KNOWN, CallChecks, HostModel, current_call, untested_reasons
+from fastgen.optimizer.transformers import kv_layers, prefixes, row_groups
+from fastgen.optimizer.transformers.checks import KNOWN, CallChecks, HostModel, current_call
 from fastgen.optimizer.transformers.models import images, latent_attention
 from fastgen.optimizer.transformers.prefixes import CommonPrefix
 from fastgen.optimizer.transformers.row_groups import RowGroups
 
 STATIC_CACHE = Reason("STATIC_CACHE", "a StaticCache holds keys and values of each row")
 ONE_ROW = Reason("ONE_ROW_PER_INPUT", "one row per input")
-NAN = Reason("NAN", "logits are NaN after a common prefix, and might not be without it")
 NO_CACHE = Reason("NO_CACHE", "the model returns no cache")
 
 
@@ -62,7 +58,7 @@ def prefill(
     if not call.rows and self.config.is_encoder_decoder:
         call.end_stage("encoder")
     if call.host.has_callbacks:  # a streamer has received the prompt
-        call.has_changed(self)
+        call.change_of(self)
 
     def forward(arguments: dict[str, Any]) -> ModelOutput:
         return original(self, arguments.pop("input_ids"), generation_config, arguments, *args, **kwargs)
@@ -71,12 +67,8 @@ def prefill(
     try:
         return plan_prefill(CallChecks.of(call, self), arguments, generation_config, forward).run(model_kwargs)
     except LeaveAlone as left_alone:
-        reasons, call.is_accelerated = left_alone.reasons, False
-        call.report.shared.clear()
-    call.report.add_reasons(PREFILL, reasons)
+        call.leave_to_library(PREFILL, left_alone.reasons)
     outputs = original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-    if reasons[0].code == "ERROR":  # the library itself raised none
-        PATCH_SET.fail("transformers.shared_caches", reasons[0].text)
     if call.rows == 1:
         prefixes.keep_prompt_sync(call, self, arguments, outputs)
     return outputs
@@ -108,8 +100,6 @@ def plan_prefill(
         leave_alone_for(reasons)
     length = arguments["input_ids"].shape[1]
     leave_alone_for(checks.prefill_sync(arguments, generation_config, groups))  # last, because it visits all modules
-    if checks.is_verified_first:
-        leave_alone_for(verification.first_use_reasons(model, generation_config, length, call))
     facts = call.facts_of(model, KNOWN)
     if prefix is not None and (reasons := prefixes.model_reasons(facts, forward, prefix, first_rows)):
         call.report.add_reasons(PREFIX, reasons)
@@ -150,7 +140,7 @@ class PrefillPlan:
             outputs = self._forward(arguments, cache, facts)
             if len(self.groups) == 1:
                 prefixes.keep_prompt_sync(call, model, self.first_rows, outputs)
-            with _own_errors(model):
+            with call.fallback(PREFILL):
                 self._expand(outputs, cache)
             rollback.keep()
         for name in model_kwargs.keys() - arguments.keys():
@@ -169,11 +159,11 @@ class PrefillPlan:
         if len(self.groups) > 1:
             rest_length = prefixes.prompt_of(self.first_rows).shape[1] - prefix.length
             limit = rest_length + (self.limit if self.groups.rows_per_input == 1 else 0)
-            with _own_errors(model):
+            with call.fallback(PREFILL):
                 expand_cache(model, cache, 1, len(self.groups), limit, call, is_prefix=True)
         return prefix.of_rests(self.first_rows)
 
-    def _forward(self, arguments: dict[str, Any], cache: Cache | None, facts: ModelFacts) -> ModelOutput:
+    def _forward(self, arguments: dict[str, Any], cache: Cache | None, facts: ModelInfo) -> ModelOutput:
         """Returns the outputs of one row per group. Raises LeaveAlone if a forward of all rows would give others."""
         tensors = facts.row_tensors() if facts.row_states is None else None
         try:
@@ -184,8 +174,8 @@ class PrefillPlan:
                 facts.row_states = self.checks.row_states({self.groups.rows}) or None
                 leave_alone_for(facts.row_states or [])
             raise
-        if self.prefix is not None and outputs["logits"].isnan().any():  # torch hides NaN among few keys without a mask
-            raise LeaveAlone([NAN])
+        if self.prefix is not None and outputs["logits"].isnan().any():
+            raise LeaveAlone([prefixes.NAN])
         if tensors is not None:
             facts.row_states = self.checks.row_states({len(self.groups)}, tensors)
             leave_alone_for(facts.row_states)
@@ -211,7 +201,7 @@ class PrefillPlan:
             report.add_reasons(KV_CACHE, [STATIC_CACHE])
         elif cache is not None:
             if not groups.are_inputs:
-                kv_layers.take_rows(cache, groups.group_of_row[:: groups.rows_per_input])
+                kv_layers.select_rows(cache, groups.group_of_row[:: groups.rows_per_input])
             expand_cache(self.checks.model, cache, groups.inputs, groups.rows_per_input, self.limit, call)
         if not groups.are_inputs and groups.rows_per_input == 1:
             sizes = ", ".join(map(str, groups.sizes[:8]))
@@ -244,19 +234,6 @@ def expand_cache(
             call.on_exit.enter_context(latent_attention.expanding_in_parts(facts.modules.values()))
 
 
-@contextmanager
-def _own_errors(model: HostModel) -> Iterator[None]:
-    """A context that turns errors of fastgen's own code, which writes in place, into LeaveAlone."""
-    try:
-        yield
-    except torch.cuda.OutOfMemoryError:
-        raise  # the original would need more memory
-    except Exception as error:
-        if CONFIG.strict:
-            raise
-        raise LeaveAlone([Reason("ERROR", f"{type(model).__name__}: {type(error).__name__}: {error}")]) from error
-
-
 def groups_of_equal_rows(
     call: GenerateCall, model: HostModel, arguments: dict[str, Any], generation_config: Any
 ) -> tuple[RowGroups, list[Reason]]:
@@ -277,7 +254,7 @@ def groups_of_equal_rows(
     reasons = too_small_reasons(call, model, arguments, 1 if rows_per_input == 1 else len(groups))
     if rows_per_input > 1:
         return groups, reasons
-    if reasons or untested_reasons(model):
+    if reasons:
         return each, [ONE_ROW, *reasons]
     groups = row_groups.repetitions_sync(arguments, rows)
     return groups, [ONE_ROW] if len(groups) == rows else too_small_reasons(call, model, arguments, len(groups))

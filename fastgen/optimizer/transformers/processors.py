@@ -36,16 +36,14 @@ from fastgen.ops import no_repeat_ngram as op
 from fastgen.ops.no_repeat_ngram.kernels import kernel_for
 from fastgen.ops.prefix_trie import PrefixTrie
 from fastgen.ops.tracing import is_watched
-from fastgen.optimizer import PATCH_SET
+from fastgen.optimizer import PATCH_SET, trust
 from fastgen.optimizer.decoding.call import add_reasons, count
-from fastgen.optimizer.decoding.report import ALLOWED, NGRAMS, Reason, that_hold
-from fastgen.optimizer.decoding.user_code import is_user_code
-from fastgen.optimizer.decoding.verify import Difference, is_verified, verify_once
+from fastgen.optimizer.decoding.guards import is_user_code
+from fastgen.optimizer.decoding.report import ALLOWED, COMPACTION, NGRAMS, Reason, check, that_hold
 from fastgen.optimizer.transformers.row_draws import RowDraws
-from fastgen.patching import disabled
 from fastgen.provenance import PYTHON, comes_with
 
-NGRAM_GROUP, TRIE_GROUP = "transformers.no_repeat_ngram", "transformers.prefix_constrained"
+TRIE_GROUP = "transformers.prefix_constrained"
 ALL_ROWS, ALONE = "prefix trie: all rows together", "prefix trie: allowed tokens alone"
 
 # The processors whose calls always reach a patch, and the patch.
@@ -83,22 +81,14 @@ def _is_patched(processor: Any, *kinds: type) -> bool:
     return type(processor) in kinds and PATCH_SET.in_effect(_PATCHES[type(processor)])
 
 
-def _verified_if_newer(group: str, kind: type, ours: Callable[[], Tensor], theirs: Callable[[], Tensor]) -> Tensor:
-    """Returns the scores of `ours`; on an untested, newer transformers the class is compared with `theirs` first.
+def _ours_or_theirs(processor: Any, ours: Callable[[], Tensor], theirs: Callable[[], Tensor]) -> Tensor:
+    """Returns the scores of `ours`; of `theirs` until the first call has shown that both ban the same tokens."""
+    name, kind = logits_process.__name__, type(processor).__qualname__
+    return trust.ours_or_theirs(trust.unknown_sources([name]), (kind,), ours, theirs, _bans_otherwise, f"{name}.{kind}")
 
-    If other tokens are banned, the group of patches is switched off.
-    """
-    if "transformers" not in PATCH_SET.untested_hosts or is_verified(kind):
-        return ours()
-    with disabled():
-        expected = theirs()
 
-    def difference() -> Difference | None:
-        is_equal = torch.equal(ours().isneginf(), expected.isneginf())
-        return None if is_equal else Difference("bans other tokens than fastgen")
-
-    verify_once(kind, difference, lambda different: PATCH_SET.fail(group, f"{kind.__name__} {different}"))
-    return expected
+def _bans_otherwise(ours: Tensor, theirs: Tensor) -> str | None:
+    return None if torch.equal(ours.isneginf(), theirs.isneginf()) else "it bans other tokens than fastgen"
 
 
 # N-gram blocking.
@@ -111,7 +101,7 @@ def no_repeat_ngram(original: Callable, self: Any, input_ids: Tensor, scores: Te
     if reasons or not _can_ban(self, input_ids):
         return original(self, input_ids, scores)
     ours = partial(_ban, op.no_repeat_ngram, self, input_ids, scores)
-    return _verified_if_newer(NGRAM_GROUP, type(self), ours, partial(original, self, input_ids, scores))
+    return _ours_or_theirs(self, ours, partial(original, self, input_ids, scores))
 
 
 def encoder_ngrams(original: Callable, self: Any, encoder_ngram_size: int, encoder_input_ids: Tensor) -> None:
@@ -148,14 +138,10 @@ class EncoderNGrams(UserList):
 
 
 def writing_processors(processors: LogitsProcessorList, generation_config: Any) -> LogitsProcessorList:
-    """Returns the processors of a decoding loop, whose first one may write into the scores if nobody else holds them.
-
-    That is assumed only for versions of transformers that were tested.
-    """
+    """Returns the processors of a decoding loop, whose first one may write into the scores: nobody else holds them."""
     is_first = bool(processors) and _is_patched(processors[0], *_NGRAMS) and not generation_config.output_logits
     is_librarys = type(processors) is LogitsProcessorList and comes_with(type(processors).__call__, LogitsProcessorList)
-    is_tested = "transformers" not in PATCH_SET.untested_hosts
-    return WritingProcessors(processors) if is_first and is_librarys and is_tested else processors
+    return WritingProcessors(processors) if is_first and is_librarys else processors
 
 
 class WritingProcessors(LogitsProcessorList):
@@ -238,7 +224,7 @@ def prefix_constrained(original: Callable, self: Any, input_ids: Tensor, scores:
         constrained = _constrained(trie, num_beams, input_ids, scores)
         return theirs() if constrained is None else constrained
 
-    return _verified_if_newer(TRIE_GROUP, type(self), ours, theirs)
+    return _ours_or_theirs(self, ours, theirs)
 
 
 def _constrained(trie: PrefixTrie, num_beams: int, input_ids: Tensor, scores: Tensor) -> Tensor | None:
@@ -275,14 +261,13 @@ def trie_of(processor: Any) -> PrefixTrie | None:
 def trie_alone(processors: Any, vocabulary_size: int) -> PrefixTrie | None:
     """Returns the trie of the only processor, if nothing else changes scores; None if processors must run."""
     trie = trie_of(processors[0])
-    if trie is None or vocabulary_reasons(trie, vocabulary_size) or "transformers" in PATCH_SET.untested_hosts:
-        return None
-    return trie
+    return None if trie is None or vocabulary_reasons(trie, vocabulary_size) else trie
 
 
 # Dependence of processors on the rows of a batch, from which finished inputs are removed.
 
 
+@check(COMPACTION)
 def by_batch_index(processors: Iterable[Any]) -> list[Reason]:
     """Returns processors that may depend on the batch index of rows, and not only on their content, as reasons.
 
@@ -291,16 +276,14 @@ def by_batch_index(processors: Iterable[Any]) -> list[Reason]:
     """
     others = []
     for processor in processors:
-        trie = trie_of(processor)
-        if (
-            not _is_by_row(processor)
-            and type(processor) is not RowDraws
-            and not (trie is not None and bool(trie.at_dead_ends))
-        ):
-            others.append(type(processor).__name__)
+        if not _is_by_row(processor) and type(processor) is not RowDraws:
+            trie = trie_of(processor)
+            if trie is None or not trie.at_dead_ends:
+                others.append(type(processor).__name__)
     return that_hold(("PROCESSOR_BY_ROW", "{} may know the rows by their batch index", others))
 
 
+@check(COMPACTION)
 def parameters_of_rows(processors: Iterable[Any], rows: int) -> list[Reason]:
     """Returns attributes of processors that may have an entry per row, such as a temperature per prompt, as reasons."""
     names = []
@@ -318,7 +301,7 @@ def parameters_of_rows(processors: Iterable[Any], rows: int) -> list[Reason]:
 def _is_by_row(processor: Any) -> bool:
     kind = type(processor)
     is_listed = kind.__name__ in BY_ROW and kind is getattr(logits_process, kind.__name__, None)
-    return is_listed and not is_user_code(processor, _LIBRARY)
+    return is_listed and not is_user_code([processor], _LIBRARY)
 
 
 def _may_be_of_rows(value: Any, rows: int) -> bool:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fastgen.optimizer.decoding.report import LeaveAlone, Reason
+from fastgen.optimizer.decoding.report import PREFILL, LeaveAlone, Reason, check
 from fastgen.optimizer.transformers.context_groups import prefix_groups
 
 
@@ -41,6 +41,7 @@ class Bucket(NamedTuple):
         return (len(self.rows) - self.groups) * self.split
 
 
+@check(PREFILL)
 def buckets_sync(input_ids: Tensor, mask: Tensor, gains: Callable[[int], bool]) -> list[Bucket]:
     """Returns buckets that hold all rows of `[rows, length]`. Raises LeaveAlone if nothing is gained.
 

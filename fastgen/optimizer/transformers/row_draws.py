@@ -4,7 +4,9 @@ The library draws the noise of all rows from one generator, so that a sample dep
 own Philox stream (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): its key is the seed and the
 input's number, and its counter starts at the row's number within that input. At each step, one uniform number chooses a
 token by the cumulated probabilities, after all warpers, and all other scores become -inf: the library's own draw then
-must choose that token. So the unpatched library draws the same.
+must choose that token. Sampled beams take a number for each continuation of an input, which are drawn one after the
+other without replacement, and the library's own choice of the best gets their order as scores. So the unpatched library
+draws the same.
 
 Tests: tests/optimizer/transformers/test_row_draws.py
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
@@ -28,7 +30,7 @@ MANTISSA_BITS = 53
 
 
 class RowDraws:
-    """The last logits processor of a sampling loop, which leaves one token for each row.
+    """Draws from the scores of a loop's steps; as the last logits processor, it leaves one token for each row.
 
     keys: for each row the seed, the number of its input, and its number among the rows of that input; 64 bits each.
     Steps are counted from the first call on.
@@ -53,9 +55,22 @@ class RowDraws:
         Raises RuntimeError, like `torch.multinomial`, if probabilities are not finite.
         """
         tokens, total = self._drawn(scores, self._step(input_ids), row_index)
-        if total.device.type == "cpu" and not total.isfinite().all():
-            raise RuntimeError("probabilities to draw from are not finite")
+        _check_finite(total)
         return tokens
+
+    def continuations(self, scores: Tensor, step: int, count: int) -> Tensor:
+        """Returns `count` different indices for each row of scores, int64 `[rows, count]`, as they are drawn.
+
+        Raises RuntimeError, like `torch.multinomial`, if probabilities are not finite.
+        """
+        left = scores.clamp(min=torch.finfo(scores.dtype).min)  # -inf is for indices that are drawn
+        indices = []
+        for number in range(step * count, (step + 1) * count):
+            index, total = self._drawn(left, number, None)
+            _check_finite(total)
+            indices.append(index)
+            left = left.scatter(1, index[:, None], -math.inf)
+        return torch.stack(indices, dim=1)
 
     def _step(self, input_ids: Tensor) -> int:
         if self._first_length is None:
@@ -63,7 +78,7 @@ class RowDraws:
         return input_ids.shape[1] - self._first_length
 
     def _drawn(self, scores: Tensor, step: int, row_index: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns the tokens, and the sum of each row's probabilities `[rows, 1]`."""
+        """Returns the tokens for number `step` of each row, and the sum of its probabilities `[rows, 1]`."""
         if step >= self._uniform.shape[1]:
             counter = self._uniform.shape[1] // NUMBERS_OF_A_COUNT
             counters = [np.array((counter, 0, 0, sample), np.uint64) for *_, sample in self._keys]
@@ -80,36 +95,72 @@ class RowDraws:
         return tokens.clamp_(max=scores.shape[-1] - 1), total
 
 
-class _AddsDraws:
-    """Replaces `_get_logits_processor` of one model, and appends the draws to the library's processors."""
+def _check_finite(total: Tensor) -> None:
+    if total.device.type == "cpu" and not total.isfinite().all():
+        raise RuntimeError("probabilities to draw from are not finite")
+
+
+class _Hook:
+    """Replaces the method `name` of one model by a call with draws."""
+
+    name: ClassVar[str]
+    loop: ClassVar[str]  # which calls it
 
     def __init__(self, model: ref[Any]) -> None:
         self.model = model
-        self.draws: RowDraws | None = None
+        self.draws: Any = None
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model's own method."""
+        model: Any = self.model()
+        return getattr(type(model), self.name)(model, *args, **kwargs)
+
+
+class _AddsDraws(_Hook):
+    """Appends the draws to the library's processors."""
+
+    name, loop = "_get_logits_processor", "_sample"
 
     def __call__(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
-        model: Any = self.model()
-        return LogitsProcessorList([*type(model)._get_logits_processor(model, *args, **kwargs), self.draws])
+        return LogitsProcessorList([*self.original(*args, **kwargs), self.draws])
+
+
+class _DrawsBeams(_Hook):
+    """Lets the library take the drawn continuations as the best, in their order, and gives them their scores."""
+
+    name, loop = "_get_top_k_continuations", "_beam_search"
+
+    def __call__(self, accumulated_log_probs: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        step, count = kwargs["cur_len"] - kwargs["decoder_prompt_len"], kwargs["beams_to_keep"]
+        indices = self.draws.continuations(accumulated_log_probs, step, count)  # [inputs, count]
+        ranks = torch.arange(count, 0, -1, device=indices.device).to(accumulated_log_probs.dtype).expand_as(indices)
+        ranked = torch.full_like(accumulated_log_probs, -math.inf).scatter_(1, indices, ranks)
+        _, sequences, beam_indices = self.original(ranked, **kwargs | {"do_sample": False})
+        return accumulated_log_probs.gather(1, indices), sequences, beam_indices
 
 
 # One object for all calls: a model with other attributes than before counts as changed.
-_hooks: WeakKeyDictionary[Any, _AddsDraws] = WeakKeyDictionary()
+_hooks: dict[type[_Hook], WeakKeyDictionary[Any, _Hook]] = {
+    kind: WeakKeyDictionary() for kind in (_AddsDraws, _DrawsBeams)
+}
 
 
-def can_draw_by_row(model: Any) -> bool:
-    """Whether the model's `generate` and sampling loop are the library's."""
-    kind, own = type(model), ("generate", "_sample", "_get_logits_processor")
+def can_draw_by_row(model: Any, beams: bool = False) -> bool:
+    """Whether the model's `generate` and its loop, of samples or of sampled beams, are the library's."""
+    kind, hook = type(model), _DrawsBeams if beams else _AddsDraws
+    own = ("generate", hook.loop, hook.name)
     is_librarys = (getattr(kind, name, None) is getattr(GenerationMixin, name) for name in own)
     return isinstance(model, GenerationMixin) and all(is_librarys)
 
 
 @contextmanager
-def drawing_by_row(model: Any, draws: RowDraws) -> Iterator[None]:
-    """Makes this model's `generate` use these draws inside the context."""
-    hook = _hooks.setdefault(model, _AddsDraws(ref(model)))
+def drawing_by_row(model: Any, draws: RowDraws, beams: bool = False) -> Iterator[None]:
+    """Makes this model's `generate` use these draws inside the context; beams: for the inputs of sampled beams."""
+    kind = _DrawsBeams if beams else _AddsDraws
+    hook = _hooks[kind].setdefault(model, kind(ref(model)))
     hook.draws = draws
-    model._get_logits_processor = hook
+    setattr(model, hook.name, hook)
     try:
         yield
     finally:
-        del model._get_logits_processor
+        delattr(model, hook.name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from operator import itemgetter
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import ModelOutput
 
-from fastgen.optimizer.decoding.report import Reason
+from fastgen.optimizer.decoding.report import COMPACTION, PREFILL, Reason, check
 from fastgen.optimizer.transformers.compat import UNREAD_ARGUMENTS
 
 # Arguments whose rows belong to images, videos or sounds in a prompt, not to the rows of the prompt.
@@ -64,6 +64,7 @@ class RowGroups:
         return len(self.sizes)
 
 
+@check(PREFILL, COMPACTION)
 def unsupported_reasons(model_type: str, arguments: dict[str, Any], rows: int) -> list[Reason]:
     """Returns why rows of these arguments cannot be left out; empty if they can."""
     reasons, unread = [], UNREAD_ARGUMENTS.get(model_type, ())
@@ -127,13 +128,12 @@ def _equal_to_row_before_sync(arguments: dict[str, Any], rows: int) -> Tensor:
     return equal
 
 
-def _leaves(arguments: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields names and values of arguments; a model's outputs are replaced by their parts, as `NAME.PART`."""
+def _leaves(arguments: Mapping[str, Any], within: str = "") -> list[tuple[str, Any]]:
+    """Returns names and values of arguments; a model's outputs are replaced by their parts, as `NAME.PART`."""
+    leaves = []
     for name, value in arguments.items():
-        if isinstance(value, ModelOutput):
-            yield from _leaves(value, f"{within}{name}.")
-        else:
-            yield within + name, value
+        leaves += _leaves(value, f"{within}{name}.") if isinstance(value, ModelOutput) else [(within + name, value)]
+    return leaves
 
 
 def _row_dim(name: str, value: Tensor, rows: int) -> int | None:

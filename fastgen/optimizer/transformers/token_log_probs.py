@@ -17,6 +17,7 @@ import inspect
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import index
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from fastgen.ops.token_scores import token_scores
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.cost_model import size_of
-from fastgen.optimizer.decoding.report import PREFILL, LeaveAlone, Reason, leave_alone_for
+from fastgen.optimizer.decoding.report import PREFILL, LeaveAlone, Reason, check, leave_alone_for
 from fastgen.optimizer.decoding.segmented_kv import KV, in_segments
 from fastgen.optimizer.transformers import checks, prefixes
 from fastgen.optimizer.transformers.checkpointing import checkpointing, checkpointing_modules, switched_off
@@ -37,6 +38,7 @@ from fastgen.optimizer.transformers.checkpointing import unsupported_reasons as 
 from fastgen.optimizer.transformers.log_likelihoods import base_of, check_decoder_only, check_type
 from fastgen.optimizer.transformers.models import latent_attention
 from fastgen.optimizer.transformers.row_buckets import Bucket, buckets_sync
+from fastgen.optimizer.transformers.sources import shared_scores
 
 # Log-probabilities of tokens `[rows, columns]`, followed by the entropies of their distributions if they are wanted.
 Scores = list[Tensor]
@@ -56,28 +58,45 @@ def token_log_probs(
     """Does the work of `fastgen.token_log_probs`."""
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     _check(model, input_ids, mask, completion_length, temperature)
+    visible = visible_columns(mask, completion_length)
     with checks.generate_call(model, has_steps=False) as call:
         scorer = TokenScorer(call, base_of(model), temperature, entropy)
         try:
-            scores = scorer.shared_sync(input_ids, mask, completion_length)
+            scores = shared_scores(
+                [scorer.model],
+                partial(scorer.shared_sync, input_ids, mask, completion_length),
+                partial(scorer.plain, input_ids, attention_mask, completion_length),
+                visible=visible,
+            )
         except LeaveAlone as left_alone:
             call.report.add_reasons(PREFILL, left_alone.reasons)
             scores = scorer.plain(input_ids, attention_mask, completion_length)
-    hidden = (mask[:, 1:] * mask[:, :-1])[:, -completion_length:] == 0
-    log_probs, *entropies = (values.masked_fill(hidden, 0.0) for values in scores)
+    log_probs, *entropies = (values.masked_fill(~visible, 0.0) for values in scores)
     return (log_probs, *entropies) if entropy else log_probs
+
+
+def visible_columns(mask: Tensor, columns: int) -> Tensor:
+    """Returns which of the last columns, `[rows, columns]`, have a score: those of tokens that follow a token."""
+    return (mask[:, 1:] * mask[:, :-1])[:, -columns:] != 0
 
 
 def _check(model: Any, input_ids: Tensor, mask: Tensor, completion_length: int, temperature: float) -> None:
     """Raises TypeError or ValueError with the name of an argument, its value and what is accepted."""
     check_type(model)
     check_decoder_only(model)
+    for name, value in (("input_ids", input_ids), ("attention_mask", mask)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__} (accepted: a tensor [rows, length])")
     if input_ids.dim() != 2 or mask.shape != input_ids.shape:
         shapes = f"input_ids {[*input_ids.shape]} and attention_mask {[*mask.shape]}"
         raise ValueError(f"{shapes} (accepted: both [rows, length])")
-    if not 1 <= completion_length < input_ids.shape[1]:
-        accepted = f"1 to {input_ids.shape[1] - 1}, less than the length of input_ids"
-        raise ValueError(f"completion_length is {completion_length} (accepted: {accepted})")
+    accepted = f"an integer from 1 to {input_ids.shape[1] - 1}, less than the length of input_ids"
+    try:
+        length = index(completion_length)  # also of numpy and torch
+    except TypeError:
+        raise TypeError(f"completion_length is {completion_length!r} (accepted: {accepted})") from None
+    if not 1 <= length < input_ids.shape[1]:
+        raise ValueError(f"completion_length is {length} (accepted: {accepted})")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature} (accepted: a number above 0)")
 
@@ -141,7 +160,7 @@ class TokenScorer:
     def unsupported_reasons(self, length: int) -> list[Reason]:
         """Returns why the model cannot share beginnings; empty if it can."""
         modules = checkpointing_modules(self.model)
-        with switched_off(modules):
+        with switched_off(modules), torch.no_grad():  # the caches of a scorer are not written in place
             return checkpointing_reasons(modules) or self._unsupported_reasons(length)
 
     def of_buckets(self, buckets: list[Bucket], input_ids: Tensor, mask: Tensor, columns: int) -> Scores:
@@ -150,6 +169,7 @@ class TokenScorer:
         with switched_off(modules), checkpointing(modules), self._expanding_latents(modules):
             return self._of_buckets(buckets, input_ids, mask, columns)
 
+    @check(PREFILL)
     def _buckets_sync(self, input_ids: Tensor, mask: Tensor) -> list[Bucket]:
         """Returns buckets with all rows. Raises LeaveAlone if nothing is gained."""
         rows, length = input_ids.shape
@@ -174,11 +194,10 @@ class TokenScorer:
         self.call.is_accelerated = True
 
     def _unsupported_reasons(self, length: int) -> list[Reason]:
-        """Returns why a forward of this model cannot be continued from another one, with gradients."""
+        """Returns why a forward of this model cannot be continued from another one, with gradients or without."""
         cache = DynamicCache(config=self.model.config)
         of_call = checks.CallChecks(self.call, self.model)
-        reasons = of_call.prefix(cache, length, False, True) + of_call.rows
-        if reasons := [reason for reason in reasons if reason.code != "GRADIENTS"]:
+        if reasons := of_call.prefix(cache, length, False) + of_call.rows:
             return reasons
         device = self.model.device
         arguments = {
@@ -189,14 +208,13 @@ class TokenScorer:
         }
         facts = self.call.facts_of(self.model, checks.KNOWN)
 
-        def forward(tried: dict[str, Any]) -> None:
+        def forward(tried: dict[str, Any]) -> Any:
             before = facts.row_tensors()
-            self.model(**tried, use_cache=True)
+            outputs = self.model(**prefixes.without_cached_columns(tried), use_cache=True)
             facts.row_states = of_call.row_states({2}, before) or facts.row_states
+            return outputs
 
-        with torch.no_grad():
-            reasons = prefixes.model_reasons(facts, forward, prefixes.CommonPrefix(2), arguments)
-        return reasons or facts.row_states or []
+        return prefixes.model_reasons(facts, forward, prefixes.CommonPrefix(2), arguments) or facts.row_states or []
 
     def plain(self, input_ids: Tensor, attention_mask: Tensor | None, columns: int) -> Scores:
         """Returns the scores of the last columns, from one forward of all rows."""

@@ -9,7 +9,6 @@ tests/optimizer/transformers/test_refused_calls.py
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from fastgen.config import CONFIG
+from fastgen.ops.probes import probe
 from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.graphs import can_capture, unwanted_reasons
 from fastgen.optimizer.decoding.report import DRAFTS, LOOP, STEPS, Reason
@@ -60,6 +59,7 @@ def sample(
     compacts, captures, drafts = parts_of_loop(checks)
     if not (compacts or captures or drafts):
         return theirs(synced_gpus=synced_gpus, streamer=streamer)
+    call.is_accelerated = True
     sources = _sources(call.host.source, len(input_ids)) if drafts else None
     step = TransformersDecodeStep(checks, processors, 1, captures, sources)
     with step:
@@ -255,14 +255,13 @@ def _draw(probs: Tensor, rows: int, row_index: Tensor) -> Tensor:
     return (probs / noise).argmax(dim=-1)
 
 
-@functools.cache
+@probe("this torch draws samples in another way")
 def _draws_as_torch() -> bool:
     """Whether this version of torch draws one sample per row as `_draw` does."""
-    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), _disable_current_modes():
-        probs, rows = torch.rand(6, 3000, device="cpu").softmax(dim=-1), torch.tensor([1, 2, 4], device="cpu")
-        state = torch.get_rng_state()
-        expected = torch.multinomial(probs, num_samples=1).squeeze(1)
-        after = torch.get_rng_state()
-        torch.set_rng_state(state)
-        tokens = _draw(probs[rows], 6, rows)
-        return torch.equal(tokens, expected[rows]) and torch.equal(torch.get_rng_state(), after)
+    probs, rows = torch.rand(6, 3000).softmax(dim=-1), torch.tensor([1, 2, 4])
+    state = torch.get_rng_state()
+    expected = torch.multinomial(probs, num_samples=1).squeeze(1)
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    tokens = _draw(probs[rows], 6, rows)
+    return torch.equal(tokens, expected[rows]) and torch.equal(torch.get_rng_state(), after)

@@ -1,57 +1,23 @@
-"""Comparisons of fastgen with the library: `fastgen.verify`, and the comparison before the first use of a model class.
+"""The call for `fastgen.verify`: runs `generate` of a model of transformers, and compares the outputs of two runs.
 
-The second is made if no test has compared them: on a version of transformers newer than any tested, and for model
-classes that are not part of transformers. It runs inside the first prefill that would share: the original repeats the
-call for a few steps, and so does fastgen, with everything shared and with nothing shared, however short the prompt. A
-difference switches the patches off, altogether or for that class, with a warning that says what differed.
-
-Tests: tests/optimizer/transformers/test_verification.py, tests/optimizer/test_verify.py
+Tests: tests/optimizer/test_verify.py
 """
 
 from __future__ import annotations
 
-import inspect
-import threading
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    GenerationMixin,
-    MaxLengthCriteria,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
-from transformers import __version__ as transformers_version
+from transformers import MaxLengthCriteria, StoppingCriteriaList
 from transformers.utils import logging
 
 from fastgen.models.cache_names import CACHE_NAMES
 from fastgen.ops.kernel import tolerance
-from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding.call import GenerateCall, undo_of_random_numbers
-from fastgen.optimizer.decoding.report import Reason, that_hold
-from fastgen.optimizer.decoding.verify import (
-    ABSENT,
-    Difference,
-    NotComparable,
-    first_token_difference,
-    is_verified,
-    verify_once,
-)
-from fastgen.optimizer.transformers import checks
-from fastgen.optimizer.transformers.checks import HostModel, generate_call, is_known_class
-from fastgen.patching import disabled, warn
-
-STEPS = 4
-
-# A model whose facts change more often than this between calls is not compared any more.
-MOST = 8
-GROUP = "transformers.shared_caches"
+from fastgen.optimizer.decoding.verify import ABSENT, Difference, first_token_difference
+from fastgen.optimizer.transformers.checks import HostModel
 
 # Settings that choose tokens, lengths and outputs: a greedy call without them scores an existing sequence.
 _NOT_OF_SCORES = frozenset({
@@ -60,161 +26,9 @@ _NOT_OF_SCORES = frozenset({
     "return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
 })  # fmt: skip
 
-# The number of comparisons by `_key`; and what differed, for classes that are left alone.
-_compared: Counter[tuple] = Counter()
-_refused: dict[type, str] = {}
-
-# Held during a comparison, which changes the random state of all threads. Nobody waits for it: the model's code runs
-# inside, and might wait for other threads.
-_COMPARING = threading.Lock()
-
-
-def refused_reasons(model: HostModel) -> list[Reason]:
-    """Returns what differed when the model's class was compared; empty if nothing did, or without a comparison."""
-    return [Reason("DIFFERS", _refused[type(model)])] if type(model) in _refused else []
-
-
-def call_to_verify(original: Callable, model: HostModel, args: tuple, kwargs: dict[str, Any]) -> partial:
-    """Returns the unpatched `generate` of this model, with all arguments by name."""
-    arguments = inspect.signature(GenerationMixin.generate).bind_partial(model, *args, **kwargs).arguments
-    arguments |= arguments.pop("kwargs", {})
-    del arguments["self"]
-    return partial(original, model, **arguments)
-
-
-def first_use_reasons(model: HostModel, generation_config: Any, prompt_length: int, call: GenerateCall) -> list[Reason]:
-    """Returns why a call that shares cannot be trusted to fastgen; compares it first if that was not done yet."""
-    original, steps = call.host.to_verify, (generation_config.max_length or 0) - prompt_length
-    if original is None and call.host.share is not None:  # in `_first_steps_difference`
-        return []
-    if original is None or original.args[0] is not model:
-        unfit = ["this call has nothing to compare"]
-    elif is_verified(key := _key(original, generation_config, call)):
-        return []
-    elif _compared[key[1:]] >= MOST:
-        unfit = ["its modules keep state that changes between calls"]
-    else:
-        stateful = [name for name, value in original.keywords.items() if _has_state(value)]
-        unfit = [f"a call with {name} cannot be repeated" for name in stateful]
-        unfit += [f"a call for fewer than {STEPS} new tokens shows too little"] * (steps < STEPS)
-        if not unfit and not _COMPARING.acquire(blocking=False):
-            unfit = ["another comparison is running"]
-    if not unfit:
-        try:
-            _compared[key[1:]] += 1
-            verify_once(key, partial(_first_steps_difference, original), partial(_refuse, model))
-        except NotComparable:
-            unfit = ["its first steps show nothing to compare"]
-        finally:
-            _COMPARING.release()
-    texts = [f"{_subject(model)} is not verified yet, and {reason}" for reason in unfit]
-    return that_hold(("UNVERIFIED", "{}", texts)) or refused_reasons(model)
-
-
-def _first_steps_difference(original: partial) -> Difference | None:
-    """Returns what differs in the first steps of this call. Raises NotComparable if they show nothing.
-
-    First prompts of any length are shared, then none, so that later calls run only code that was compared.
-    """
-    model, restore = original.args[0], undo_of_random_numbers()
-
-    def first_steps() -> Any:
-        restore()
-        stop = StoppingCriteriaList([_StopAfter(STEPS)])
-        return original(return_dict_in_generate=True, output_logits=True, min_new_tokens=STEPS, stopping_criteria=stop)
-
-    try:
-        try:
-            with disabled():
-                expected = first_steps()
-        except Exception as error:  # if user code raises it, the call itself will, too
-            raise NotComparable from error
-        if len(expected.logits) < STEPS:
-            raise NotComparable
-        for share in (True, False):
-            with generate_call(model) as call:
-                call.host.user_code, call.host.share = not is_known_class(model), share
-                try:
-                    output = first_steps()
-                except Exception as error:
-                    return Difference(f"{type(error).__name__}: {error}")
-            if not call.is_accelerated:
-                raise NotComparable
-            if different := first_difference(output, expected, model):
-                return different
-        return None
-    finally:
-        restore()
-
-
-def _refuse(model: HostModel, different: Difference) -> None:
-    _refused[type(model)] = reason = f"{_subject(model)}: {different}"
-    if is_known_class(model):
-        PATCH_SET.fail(GROUP, reason)
-    else:
-        warn(f"fastgen leaves this model class alone: {reason}")
-
-
-def first_difference(output: Any, expected: Any, model: HostModel) -> Difference | None:
-    """Returns the difference between the outputs of two calls of `generate` with logits, or None.
-
-    In half precision rounding may change a token, and all later ones.
-    """
-    is_half = model.dtype not in (torch.float32, torch.float64)
-    for step, (ours, theirs) in enumerate(zip(output.logits, expected.logits)):
-        if ours.shape != theirs.shape:
-            text = f"logits of step {step} have shape {tuple(ours.shape)} instead of {tuple(theirs.shape)}"
-            return Difference(text, step)
-        atol = tolerance("logits", model.dtype) * theirs.nan_to_num(posinf=0, neginf=0).abs().max().item()
-        equal = torch.isclose(ours, theirs, rtol=0, atol=atol, equal_nan=True).all(dim=-1)  # [rows]
-        if equal.float().mean() < (0.5 if is_half and step else 1):
-            apart = (ours.nan_to_num(neginf=-1e9) - theirs.nan_to_num(neginf=-1e9)).abs()
-            row, token = divmod(int(apart.argmax()), apart.shape[-1])
-            text = f"logits of step {step} differ by {apart.max().item():.2g} in row {row}, token {token}"
-            return Difference(text, step, row, ours[row, token].item(), theirs[row, token].item())
-    start = output.sequences.shape[1] - len(output.logits)
-    return None if is_half else first_token_difference(output.sequences, expected.sequences, start)
-
-
-class _StopAfter(StoppingCriteria):
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.steps -= 1
-        return torch.full((input_ids.shape[0],), self.steps <= 0, dtype=torch.bool, device=input_ids.device)
-
-
-def _key(original: partial, generation_config: Any, call: GenerateCall) -> tuple:
-    """Returns what determines which code a model runs, and whether a comparison would show errors of it.
-
-    It begins with the model's likeness: its classes and their code, training flags, attributes and configuration. Then
-    come the names of the forward's arguments, whether rows are moved or sampled, and whether there are several inputs:
-    an error in expanding rows is invisible with one.
-    """
-    model, config = original.args[0], generation_config
-    several = ((config.num_beams or 1) > 1, (config.num_return_sequences or 1) > 1, call.inputs > 1)
-    generation_names = inspect.signature(GenerationMixin.generate).parameters.keys() | vars(config).keys()
-    likeness = call.facts_of(model, checks.KNOWN).likeness()
-    return likeness, type(model), frozenset(original.keywords.keys() - generation_names), *several
-
-
-def _has_state(value: Any) -> bool:
-    """Whether a first call might change the value for a second one."""
-    if isinstance(value, (list, tuple)):
-        return any(_has_state(item) for item in value)
-    return value is not None and not isinstance(value, (bool, int, float, str, Tensor, GenerationConfig))
-
-
-def _subject(model: HostModel) -> str:
-    return f"{type(model).__module__}.{type(model).__name__} on transformers {transformers_version}"
-
-
-# `fastgen.verify`.
-
 
 @dataclass
-class TransformersCall:
+class VerifiedCall:
     """A call `model.generate(inputs, **kwargs)`, or `model.generate(**inputs, **kwargs)` if inputs are a mapping."""
 
     model: HostModel

@@ -12,8 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastgen
-from fastgen.ops.device_rates import GPU
-from fastgen.optimizer.decoding.cost_model import CostModel, ModelSize, size_of
+from fastgen.optimizer.decoding.cost_model import CPU, GPU, CostModel, ModelSize, size_of
 from fastgen.optimizer.transformers.checks import KNOWN
 from fastgen.testing import configured, watched
 
@@ -159,6 +158,11 @@ def test_elements_of_keys_decide_about_sharing_on_a_cpu(dtype, is_cross, least):
             call = {"rows_per_input": 2, "is_cross": is_cross, "is_captured": is_captured}
             assert COSTS.should_share(fake_keys(4, 8, int(1.01 * length), 16, dtype=dtype), **call)
             assert not COSTS.should_share(fake_keys(4, 8, int(0.99 * length), 16, dtype=dtype), **call)
+
+
+def test_rates_are_those_of_a_cpu_or_of_an_h200():
+    assert [COSTS.rates_of(torch.device(name)) for name in ("cpu", "cuda", "mps")] == [CPU, GPU, GPU]
+    assert str(CPU) == "16.8 µs a launch, 52 µs a module, 20 GB/s, 40 G multiply-adds/s"
 
 
 @pytest.mark.parametrize(("rate", "part"), [({"bytes": GPU.bytes / 10}, 0.1), ({"launch": GPU.launch / 2}, 0.5)])

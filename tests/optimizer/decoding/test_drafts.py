@@ -105,7 +105,7 @@ def test_single_tokens_are_followed_only_where_they_were_right():
 
 def test_rows_are_taken():
     all_rows = Drafts([Text([row, row, 5, row, row]) for row in range(4)], lambda rows, size: 1.0)
-    all_rows.take([3, 1])
+    all_rows.compact([3, 1])
     assert all_rows.propose(2) == [[5], [5]] and [text.tokens[0] for text in all_rows.texts] == [3, 1]
 
 

@@ -3,7 +3,7 @@
 import pytest
 from architecture_parity import MODES, expected_sharing, measure, shares
 from architectures import ARCHITECTURES, Scale
-from python_process import REPOSITORY
+from auto_parity import AT_REAL_SIZE, read_table
 from simd_kernels import needs_library
 
 from fastgen.testing import ANY_SIZE, costs
@@ -15,7 +15,6 @@ WITHOUT_FLASH_ATTENTION = """
     falcon-alibi llama-eager longt5 nllb-moe led mvp fsmt switch_transformers bigbird_pegasus pegasus_x bart-eager
     prophetnet speech_to_text vit-gpt2 vit-trocr
 """.split()
-TABLE = REPOSITORY / "docs" / "architectures.md"
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.id)
@@ -38,5 +37,4 @@ def test_prompts_and_encoders_of_all_models_have_flash_attention(architecture, s
 
 
 def test_the_table_in_the_documentation_lists_every_architecture():
-    rows = [line.split("|")[1].strip() for line in TABLE.read_text(encoding="utf-8").splitlines() if line[:2] == "| "]
-    assert rows[1:] == [architecture.id for architecture in ARCHITECTURES]
+    assert list(read_table(AT_REAL_SIZE)) == [architecture.id for architecture in ARCHITECTURES]

@@ -21,8 +21,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from versions import needs_peft
 
-from fastgen.ops.device_rates import CPU
-from fastgen.optimizer.decoding.cost_model import CostModel
+from fastgen.optimizer.decoding.cost_model import CPU, CostModel
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
 from fastgen.testing import (
     ANY_SIZE,

@@ -11,11 +11,11 @@ import torch
 from architectures import ARCHITECTURES, COLUMNS_COUNT, WITHOUT_PREFIX
 from parity import compared
 from reports import FREE, LEFT, capturing
-from tiny_models import GREEDY, TOKENS_ONLY, WAYS, tiny, unchanged
+from tiny_models import GREEDY, TOKENS_ONLY, WAYS, lively, tiny, unchanged
 from tiny_models import with_prefix as prompts
 
 import fastgen
-from fastgen.ops.device_rates import CPU
+from fastgen.optimizer.decoding.cost_model import CPU
 from fastgen.optimizer.decoding.report import PREFIX, Report
 from fastgen.testing import configured, costs, replaced, watched
 
@@ -32,7 +32,7 @@ def llama():
     "architecture", [each for each in ARCHITECTURES if each.kind == "causal"], ids=lambda architecture: architecture.id
 )
 def test_every_architecture_shares_prefixes_or_has_a_reason(architecture, way):
-    model = architecture.model()
+    model = lively(architecture.model())
     for inputs in (prompts(12, 12, 12), prompts(12, 10, 9), prompts(12, 10, 9, side="right")):
         report = compared(model, inputs, max_new_tokens=6, **WAYS[way], **TOKENS_ONLY).report
         if why := WITHOUT_PREFIX.get(architecture.id):

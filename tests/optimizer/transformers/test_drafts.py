@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import architecture_of
+from architectures import DROP, architecture_of
 from copied_text import Forced, Noting, copying
 from parity import outcome, run_both
 from reports import capturing
@@ -15,6 +15,7 @@ from tiny_models import inputs_of, tiny, token_ids
 from transformers import LogitsProcessor
 
 import fastgen
+from fastgen.models.cache_names import CACHE
 from fastgen.optimizer.decoding import cost_model
 from fastgen.optimizer.decoding.cost_model import CPU_CAPTURES
 from fastgen.optimizer.decoding.report import DRAFTS, Report
@@ -82,6 +83,18 @@ def test_texts_that_copy_their_input_need_fewer_steps(name, lengths, cuda_graphs
     assert report.accepted > 0 and report.steps_saved > 0, report
     assert f"{report.steps_saved} steps saved" in str(report) and report.as_dict()["drafted"] == report.drafted
     assert report.verdict.startswith(f"drafts saved {report.steps_saved} steps; decode steps ")
+
+
+def test_a_configuration_may_have_no_padding_token():
+    model = tiny("codegen")
+    del model.config.pad_token_id
+    assert not hasattr(model.config, "pad_token_id")
+    assert forced(model, inputs_of("codegen", 30)).accepted > 0
+
+
+def test_a_cache_without_layers_gets_no_drafts():
+    report = forced(tiny("xlnet", max_position_embeddings=DROP), inputs_of("xlnet", 30))
+    assert "CACHE_TYPE" in report.codes(DRAFTS) and not report.drafted
 
 
 @GRAPHS
@@ -180,13 +193,26 @@ def test_a_first_forward_that_fails_ends_drafts():
     assert report.codes(DRAFTS) == {"DRAFTS_REFUSED"}
 
 
-def test_an_error_of_a_later_draft_is_the_librarys_to_repeat():
-    model, inputs = architecture_of("t5").model(), {"input_ids": token_ids(1, 9)}
-    assert greedy(model, inputs).drafted
-    with broken("check a draft", RuntimeError("no")) as calls, configured(strict=False):
-        greedy(model, inputs)
-    assert calls
-    fastgen.enable()
+@GRAPHS
+@pytest.mark.parametrize("after", (0, 2), ids=("the first draft", "a later draft"))
+@pytest.mark.parametrize("share", ("never", "always"))
+def test_single_steps_follow_a_draft_that_fails(after, share, cuda_graphs, monkeypatch):
+    (model, source, processor), sizes = repeating(), []
+
+    def failing(model: Any, inputs: dict[str, Any], view: Any) -> Any:
+        if (size := inputs["input_ids"].shape[1]) > 1:
+            sizes.append(size)
+            if len(sizes) > after:  # in the first layer, as with keys and values of other lengths
+                cache = view if view is not None else inputs[CACHE]
+                cache.layers[0].update(*torch.full((2, 1, 2, size, 8), 9.0))
+                raise IndexError("in the second layer")
+        return forward(model, inputs, view)
+
+    forward = TransformersDecodeStep.forward
+    monkeypatch.setattr(TransformersDecodeStep, "forward", staticmethod(failing))
+    with capturing(cuda_graphs, drafts="auto"), configured(share=share), costs(min_computed=0.0):
+        report = greedy(model, {"input_ids": source}, logits_processor=[processor])
+    assert len(sizes) > after and report.codes(DRAFTS) == {"DRAFTS_REFUSED"} and fastgen.enabled()
 
 
 def test_one_token_is_never_verified_twice():
@@ -235,7 +261,7 @@ def test_forwards_far_slower_than_estimated_are_measured(cuda_graphs, monkeypatc
     monkeypatch.setattr(drafts.DraftedSteps, "_cost", COST)
     with capturing(cuda_graphs, drafts="auto"):
         assert forced(model, inputs).drafted
-        facts = drafts._facts[model]
+        (facts,) = [facts for facts in drafts._facts[model].values() if facts.is_proven]
         monkeypatch.setattr(drafts.DraftedSteps, "_timed", lambda self, size, run, *arguments: run(*arguments))
         facts.seconds = times(eager=20.0, replayed=20.0)
         assert not forced(model, inputs).drafted

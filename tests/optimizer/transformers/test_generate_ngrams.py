@@ -23,8 +23,7 @@ from versions import needs
 
 import fastgen
 from fastgen.optimizer.decoding.call import generate_call
-from fastgen.optimizer.transformers import processors
-from fastgen.testing import as_untested, forget_verified, replaced, verified
+from fastgen.testing import fresh_trust, proven, refused, replaced
 
 VOCABULARY = 12
 BAN = {"no_repeat_ngram_size": 2, "encoder_no_repeat_ngram_size": 2, "max_new_tokens": 14}
@@ -306,19 +305,23 @@ def test_a_list_that_the_caller_uses_meanwhile_is_copied(calls):
     assert calls == ["in place", "copy"] * 3
 
 
-def test_a_newer_transformers_is_compared_once_per_processor(calls):
+UNKNOWN = ("transformers.generation.logits_process",)
+
+
+def test_processors_of_an_unknown_source_are_compared_once(calls):
     processor, input_ids, scores = NoRepeatNGramLogitsProcessor(2), rows(2, 6), torch.randn(2, VOCABULARY)
     expected = stock(lambda: processor(input_ids, scores))
-    with as_untested(), forget_verified():
+    with fresh_trust(unknown=UNKNOWN):
         for _ in range(2):
             assert torch.equal(processor(input_ids, scores), expected)
-        assert calls == ["copy", "copy"] and verified() == {NoRepeatNGramLogitsProcessor}
+        assert calls == ["copy", "copy"] and len(proven()) == 1
 
 
-def test_a_newer_transformers_that_bans_others_stays_as_is():
+@pytest.mark.filterwarnings("ignore:fastgen leaves")
+def test_processors_of_an_unknown_source_that_ban_others_stay():
     processor, input_ids, scores = NoRepeatNGramLogitsProcessor(1), rows(2, 6), torch.randn(2, VOCABULARY)
     wrong = replaced("no-repeat n-gram", lambda ban, input_ids, scores, *args, **kwargs: scores)
-    with as_untested() as failures, forget_verified(), wrong:
-        assert torch.equal(processor(input_ids, scores), stock(lambda: processor(input_ids, scores)))
-    assert failures == [(processors.NGRAM_GROUP, "NoRepeatNGramLogitsProcessor bans other tokens than fastgen")]
-    assert processors.NGRAM_GROUP in {state.group for state in fastgen.status()}
+    with fresh_trust(unknown=UNKNOWN), wrong:
+        for _ in range(2):
+            assert torch.equal(processor(input_ids, scores), stock(lambda: processor(input_ids, scores)))
+        assert refused() == {"it bans other tokens than fastgen"}

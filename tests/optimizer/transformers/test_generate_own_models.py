@@ -8,16 +8,25 @@ import itertools
 
 import pytest
 import torch
-from own_models import ODD, by_einsum, by_products, odd_model, repeated
-from parity import assert_equal_outputs, assert_same, run_both
+from own_models import ODD, OddModel, by_einsum, by_products, odd_model, repeated
+from parity import assert_equal_outputs, assert_same, run_both, same_tokens
 from reports import PROMPT, is_materialized, is_shared
-from tiny_models import BEAMS, BOTH, SAMPLES, padded
+from tiny_models import BEAMS, BOTH, SAMPLES, padded, with_prefix
 
-from fastgen.testing import as_tested, configured, costs
+import fastgen
+from fastgen.optimizer.decoding.report import PREFIX
+from fastgen.testing import configured, costs, fresh_trust
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
 
+@pytest.fixture
+def accepted():
+    with fresh_trust(accepted=True):  # outputs of first uses are the library's
+        yield
+
+
+@pytest.mark.usefixtures("accepted")
 @pytest.mark.parametrize("attend", ODD)
 @BOTH
 def test_odd_uses_of_keys_materialize_them(attend, arguments):
@@ -26,6 +35,7 @@ def test_odd_uses_of_keys_materialize_them(attend, arguments):
     assert is_materialized(report), report
 
 
+@pytest.mark.usefixtures("accepted")
 @BOTH
 def test_plain_products_work_on_segments(arguments):
     assert is_shared(assert_same(odd_model(by_products), padded(9, 5), **arguments), PROMPT)
@@ -33,21 +43,53 @@ def test_plain_products_work_on_segments(arguments):
 
 @BOTH
 def test_a_long_prompt_is_shared_after_a_short_one(arguments):
-    """The class is trusted after the first call, and its attention meets shared keys first in the second."""
+    """The class is compared in the first call, and its attention meets shared keys first in the third."""
     model = odd_model(by_einsum)
-    with configured(share="auto"), costs(prefill_overhead=0.0):
-        first = assert_same(model, padded(3, 2), **arguments)
-    assert is_shared(first) and PROMPT not in str(first)
-    second = assert_same(model, padded(9, 5), **arguments)
-    assert is_shared(second) and PROMPT in str(second)
+    with fresh_trust():
+        with configured(share="auto"), costs(prefill_overhead=0.0):
+            first, second = (assert_same(model, padded(3, 2), **arguments) for _ in range(2))
+        assert "FIRST_USE" in first.codes() and is_shared(second) and PROMPT not in str(second)
+        third = assert_same(model, padded(9, 5), **arguments)
+    assert is_shared(third) and PROMPT in str(third)
 
 
-def test_a_class_with_cyclic_state_is_compared_in_each_call():
+def test_a_class_is_compared_with_each_function_that_it_calls():
+    with fresh_trust():
+        for attend in (by_einsum, by_products):
+            first, second = (assert_same(odd_model(attend), padded(9, 5), **BEAMS) for _ in range(2))
+            assert "FIRST_USE" in first.codes() and is_shared(second)
+
+
+def test_a_class_with_cyclic_state_is_compared_once():
     model = odd_model(by_einsum)
     model.states = []
     model.states.append(model.states)
-    for _ in range(2):
-        assert is_shared(assert_same(model, padded(9, 5), **BEAMS))
+    with fresh_trust():
+        first, second = (assert_same(model, padded(9, 5), **BEAMS) for _ in range(2))
+    assert "FIRST_USE" in first.codes() and is_shared(second)
+
+
+class OddModelWithPositions(OddModel):
+    """Takes positions, but counts columns."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=None, **kwargs):
+        return super().forward(input_ids, attention_mask, use_cache, **kwargs)
+
+
+@pytest.mark.usefixtures("accepted")
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_a_prefix_before_padding_is_not_shared_if_columns_count(dtype):
+    def by_columns(query, keys, values, mask):
+        return by_products(query, keys, values, mask + 0.2 * torch.arange(keys.shape[2], dtype=query.dtype))
+
+    model = odd_model(by_columns, OddModelWithPositions).to(dtype)
+    for inputs, length in ((with_prefix(12, 12, 12), 7), (with_prefix(12, 10, 9), 0)):
+        if dtype == torch.float32:
+            same_tokens(model, inputs)
+        else:  # where rounding may choose another token
+            model.generate(**inputs)
+        report = fastgen.explain()
+        assert report.prefix_length == length and ("POSITIONS" in report.codes(PREFIX)) == (length == 0)
 
 
 # Keys and values that the attention holds or writes.
@@ -65,7 +107,7 @@ def assert_same_records(attend, at_the_end=list):
 
     for share, arguments in itertools.product(("always", "auto"), (BEAMS, SAMPLES)):
         # The class is trusted immediately: otherwise one that fails is left alone after its first comparison.
-        with as_tested(), configured(share=share), costs(prefill_overhead=0.0):
+        with fresh_trust(accepted=True), configured(share=share), costs(prefill_overhead=0.0):
             both = run_both(functools.partial(call, arguments))
             assert is_shared(both.report) and (PROMPT in str(both.report)) is (share == "always")
             assert_equal_outputs(both.stock, both.fast)

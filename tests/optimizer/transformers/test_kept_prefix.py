@@ -20,7 +20,7 @@ from tiny_models import TOKENS_ONLY, WAYS, tiny, token_ids, unchanged, with_pref
 
 import fastgen
 from fastgen import testing
-from fastgen.optimizer.decoding import model_facts
+from fastgen.optimizer.decoding import model_info
 from fastgen.optimizer.decoding.report import KEPT, PREFIX, Reason
 from fastgen.optimizer.transformers import checks, kept_prefix
 from fastgen.testing import configured
@@ -189,7 +189,7 @@ def test_models_with_unreadable_weights_keep_no_prefix(llama):
         pass
 
     model.model.norm.weight = Other(model.model.norm.weight.data)
-    assert kept_prefix.weights_of(model_facts.facts_of(model, checks.KNOWN)) is None
+    assert kept_prefix.weights_of(model_info.facts_of(model, checks.KNOWN)) is None
     with fastgen.reusing_prefix(model):
         for seed in range(2):
             report = compared(model, prompts(5, seed=seed), **SHORT).report

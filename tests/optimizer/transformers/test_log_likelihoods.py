@@ -7,7 +7,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, COLUMNS_COUNT, WITHOUT_PREFIX
 from reports import FREE
-from tiny_models import tiny, unchanged
+from tiny_models import lively, tiny, unchanged
 from tokenizers.processors import TemplateProcessing
 from torch import nn
 from torch.nn import functional
@@ -66,7 +66,7 @@ def assert_equal(results, expected):
 
 @pytest.mark.parametrize("architecture", CAUSAL, ids=lambda architecture: architecture.id)
 def test_every_architecture_agrees_with_single_forwards(architecture):
-    model = architecture.model().eval()
+    model = lively(architecture.model()).eval()
     pairs = questions(model, prefix=7)
     results = fastgen.log_likelihoods(model, *pairs)
     assert_equal(results, one_by_one(model, *pairs))

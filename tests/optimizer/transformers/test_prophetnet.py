@@ -15,7 +15,7 @@ import torch
 from architectures import SPECIAL
 from parity import assert_equal_outputs, assert_same, run_both
 from reports import CROSS, PROMPT, is_shared, left_alone_because
-from tiny_models import lively, padded, tiny, token_ids
+from tiny_models import lively, padded, tiny, token_ids, with_prefix
 from transformers import (
     EncoderDecoderModel,
     ProphetNetConfig,
@@ -25,6 +25,7 @@ from transformers import (
 from transformers.models.prophetnet.modeling_prophetnet import ProphetNetNgramSelfAttention
 
 import fastgen
+from fastgen.optimizer.decoding.report import PREFIX
 from fastgen.optimizer.transformers.models import prophetnet
 from fastgen.testing import watched
 
@@ -134,6 +135,12 @@ def test_a_decoder_of_another_encoder_has_its_streams():
     report = assert_same(model, padded(8, 5, side="right"), num_beams=3, max_new_tokens=9)
     assert is_shared(report, CROSS)
     assert is_by_streams(report)
+
+
+def test_prompts_that_begin_alike_are_computed_whole():
+    model = make(ProphetNetForCausalLM, add_cross_attention=False, pad_token_id=0)
+    report = assert_same(model, with_prefix(12, 12), max_new_tokens=4)
+    assert not report.prefix_length and "CACHE_NOT_EMPTY" in report.codes(PREFIX)
 
 
 def second_logits(model, inputs, use_cache):

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderC
 from transformers.modeling_outputs import BaseModelOutput
 
 import fastgen
-from fastgen.testing import as_tested, watched
+from fastgen.testing import fresh_trust, watched
 
 NAMES = ("llama", "gpt2", "bart", "t5")
 DECODER_ONLY, SEQ2SEQ = NAMES[:2], NAMES[2:]
@@ -183,7 +183,7 @@ def test_a_cache_that_user_code_holds_or_copies_is_plain(hold):
             return outputs
 
     model.__class__ = Own
-    with as_tested():  # the class is trusted immediately
+    with fresh_trust(accepted=True):  # the class is trusted immediately
         assert is_shared(run_both(lambda: model.generate(**padded(9, 5), **BEAMS)).report, PROMPT)
     assert len(caches) == 14
     stock, fast = caches[1:7], caches[8:]  # after the prompt, which fastgen computes once per input

@@ -65,16 +65,58 @@ def test_samples_are_those_without_fastgen_and_of_one_row(name, samples):
     assert "_get_logits_processor" not in vars(model)
 
 
-def test_draws_from_scores_that_are_not_finite_are_an_error():
+def test_continuations_are_drawn_without_replacement():
+    rows = 20_000
+    draws = RowDraws([(5, number, 0) for number in range(rows)], CPU)
+    drawn = draws.continuations(PROBS.log().expand(rows, -1), 2, 4)
+    assert (drawn.sort(dim=1).values.diff(dim=1) > 0).all()  # no index twice, also of those without a probability
+    shares = torch.zeros(6, 6).index_put((drawn[:, 0], drawn[:, 1]), torch.tensor(1 / rows), accumulate=True)
+    expected = PROBS[:, None] * PROBS / (1 - PROBS[:, None])  # the second is drawn from the rest
+    assert torch.allclose(shares, expected.fill_diagonal_(0), atol=0.015)
+    later = draws.continuations(PROBS.log().expand(rows, -1), 3, 4)
+    assert not torch.equal(later, drawn)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bart"])
+@pytest.mark.parametrize("early_stopping", [True, False])
+def test_sampled_beams_are_those_of_one_input(name, early_stopping):
+    model, vocabulary = tiny(name), tiny(name).config.vocab_size
+    ids = torch.randint(5, vocabulary, (4, 7), generator=torch.Generator().manual_seed(1))
+    settings = {"do_sample": True, "num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 9, "top_k": 12}
+    settings |= {"eos_token_id": list(range(20, vocabulary, 9)), "pad_token_id": 0, "early_stopping": early_stopping}
+    settings |= {"output_scores": True, "return_dict_in_generate": True}
+
+    def run(rows: slice, seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+        draws = RowDraws([(seed, number, 0) for number in range(rows.start, rows.stop)], CPU)
+        with drawing_by_row(model, draws, beams=True):
+            generated = model.generate(ids[rows], attention_mask=torch.ones_like(ids[rows]), **settings)
+        return generated.sequences, generated.sequences_scores
+
+    with fastgen.disabled():
+        expected, scores = run(slice(0, 4))
+    assert torch.equal(run(slice(0, 4))[0], expected)
+    assert not torch.equal(run(slice(0, 4), seed=8)[0], expected)
+    for row in range(4):
+        alone, score = run(slice(row, row + 1))
+        assert torch.equal(alone, expected[2 * row : 2 * row + 2, : alone.shape[1]])
+        assert torch.allclose(score, scores[2 * row : 2 * row + 2])
+    assert "_get_top_k_continuations" not in vars(model)
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_draws_from_scores_that_are_not_finite_are_an_error(num_beams):
     model = tiny("gpt2")
     with torch.no_grad():
         model.lm_head.weight[:] = float("nan")
     for context in (fastgen.disabled, fastgen.enabled):
-        with context(), drawing_by_row(model, RowDraws([(1, 1, 0)] * 2, CPU)), pytest.raises(RuntimeError):
-            model.generate(torch.full((2, 5), 6), do_sample=True, max_new_tokens=9)
+        draws = drawing_by_row(model, RowDraws([(1, 1, 0)] * 2, CPU), num_beams > 1)
+        with context(), draws, pytest.raises(RuntimeError):
+            model.generate(torch.full((2, 5), 6), do_sample=True, num_beams=num_beams, max_new_tokens=9)
 
 
 def test_a_model_with_its_own_generate_is_left_alone():
     assert can_draw_by_row(tiny("gpt2"))
+    assert can_draw_by_row(tiny("gpt2"), beams=True)
     assert not can_draw_by_row(tiny("whisper"))
+    assert not can_draw_by_row(tiny("whisper"), beams=True)
     assert not can_draw_by_row(transformers.GPT2Model(tiny("gpt2").config))

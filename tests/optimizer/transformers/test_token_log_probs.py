@@ -16,8 +16,8 @@ from tiny_models import tiny, token_ids
 from torch.nn import functional
 
 import fastgen
-from fastgen.ops.device_rates import CPU
-from fastgen.testing import configured, costs
+from fastgen.optimizer.decoding.cost_model import CPU
+from fastgen.testing import configured, costs, fresh_trust, proven
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
@@ -112,11 +112,15 @@ def test_ragged_groups_agree(groups, prompt, columns, seed):
     assert_agrees(tiny("gpt2").double().eval(), input_ids, mask, columns, tolerance=1e-10)
 
 
+# The first use of a model: two rows of six tokens, then two that they have in common, and the other four.
+TRIAL = (2 * 6, 2, 2 * 4)
+
+
 def test_beginnings_go_through_the_model_once_per_group(tokens):
     model, (input_ids, mask) = tiny("llama"), completions()
     fastgen.token_log_probs(model, input_ids, mask, COLUMNS)
-    # Two rows of two tokens test causality; then two beginnings of 8 columns with 6 rests of 5, and a row alone of 14.
-    assert tokens == [4, 2 * 8, 6 * 5, 14]
+    # After the trial: two beginnings of 8 columns with 6 rests of 5, and a row alone of 14.
+    assert tokens == [*TRIAL, 2 * 8, 6 * 5, 14]
     tokens.clear()
     with fastgen.disabled():
         fastgen.token_log_probs(model, input_ids, mask, COLUMNS)
@@ -140,7 +144,7 @@ def test_groups_of_unequal_beginnings_share_their_forwards(tokens):
     input_ids[2, :15], input_ids[3, :14] = input_ids[0, :15], input_ids[1, :14]
     with configured(share="auto"), costs(rates=replace(CPU, module=0.0)):
         assert_agrees(tiny("llama"), input_ids, None, columns=4)
-    assert tokens[2:] == [2 * 13, 4 * 6]
+    assert tokens[1:] == [*TRIAL, 2 * 13, 4 * 6]
 
 
 def test_scores_of_hidden_tokens_are_zero_with_zero_gradients():
@@ -196,12 +200,22 @@ def test_adapters_share_switched_on_and_off():
     torch.testing.assert_close(without, fastgen.token_log_probs(tiny("llama"), input_ids, mask, COLUMNS))
 
 
-@pytest.mark.parametrize("config", (PrefixTuningConfig, PromptTuningConfig))
-def test_virtual_tokens_take_the_plain_pass(config):
+def test_scores_of_unknown_models_are_compared_by_configuration():
+    input_ids, mask = completions()
+    with fresh_trust(unknown=("transformers.models.",)):
+        for compared, (layers, dtype) in enumerate(((1, torch.float32), (2, torch.float32), (2, torch.float64)), 1):
+            model = tiny("llama", num_hidden_layers=layers).to(dtype)
+            first, second = (fastgen.token_log_probs(model, input_ids, mask, COLUMNS) for _ in range(2))
+            torch.testing.assert_close(first, second, rtol=0, atol=1e-4)
+            assert len(proven()) == compared and fastgen.explain().prefix_tokens_saved
+
+
+@pytest.mark.parametrize(("config", "code"), ((PrefixTuningConfig, "NO_CACHE"), (PromptTuningConfig, "VIRTUAL_TOKENS")))
+def test_virtual_tokens_take_the_plain_pass(config, code):
     model = get_peft_model(tiny("llama"), config(task_type="CAUSAL_LM", num_virtual_tokens=3))
     input_ids, mask = completions()
     log_probs = fastgen.token_log_probs(model, input_ids, mask, COLUMNS)
-    assert left_alone_because(fastgen.explain(), "UNTESTED")
+    assert left_alone_because(fastgen.explain(), code)
     expected = model(input_ids, attention_mask=mask).logits[:, -COLUMNS - 1 : -1].log_softmax(dim=-1)
     expected = expected.gather(-1, input_ids[:, -COLUMNS:, None]).squeeze(-1) * mask[:, -COLUMNS:]
     torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-5)
@@ -283,15 +297,18 @@ def test_short_prompts_and_rows_alone_take_one_forward(tokens):
 @pytest.mark.parametrize(
     "options, message",
     (
-        ({"completion_length": 0}, "completion_length is 0 .accepted: 1 to 13"),
-        ({"completion_length": 14}, "completion_length is 14 .accepted: 1 to 13"),
+        ({"completion_length": 0}, "completion_length is 0 .accepted: an integer from 1 to 13"),
+        ({"completion_length": 14}, "completion_length is 14 .accepted: an integer from 1 to 13"),
+        ({"completion_length": 6.0}, "completion_length is 6.0 .accepted: an integer from 1 to 13"),
+        ({"completion_length": "6"}, "completion_length is '6' .accepted: an integer from 1 to 13"),
+        ({"attention_mask": [[1]]}, r"attention_mask is a list .accepted: a tensor \[rows, length\]"),
         ({"temperature": 0.0}, "temperature is 0.0 .accepted: a number above 0"),
         ({"attention_mask": torch.ones(7, 13)}, r"attention_mask \[7, 13\] .accepted: both \[rows, length\]"),
     ),
 )
 def test_errors_name_the_argument_and_what_is_accepted(options, message):
     arguments = {"input_ids": completions()[0], "attention_mask": None, "completion_length": COLUMNS}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         fastgen.token_log_probs(tiny("llama"), **arguments | options)
 
 

@@ -5,26 +5,20 @@ import torch
 import torch.distributed
 from parity import Both, run_both
 from peft import LoraConfig, get_peft_model
+from process_group import process_group
 from reports import PROMPT, is_shared, replays
 from tiny_models import padded, tiny
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.parallel import DistributedDataParallel
 
-pytestmark = [pytest.mark.usefixtures("share_always", "process_group"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("share_always"), pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def process_group():
-    """Opens a group of this process alone. Nothing holds it afterwards, as torch's cache of sharded tensors would.
-
-    A process that another thread forks ends the group with that cache, and waits for the group's threads for ever.
-    """
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    _clear_sharding_prop_cache()
-    torch.distributed.destroy_process_group()
+@pytest.fixture(scope="module", autouse=True)
+def _process_group():
+    with process_group():
+        yield
 
 
 def generated(model: nn.Module, **options: object) -> Both:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import ModelOutput
 
-from fastgen.optimizer.decoding.report import LeaveAlone, Reason
+from fastgen.optimizer.decoding.report import PREFILL, LeaveAlone, Reason, check
 from fastgen.optimizer.transformers.row_groups import IMAGES, RowGroups
 
 
@@ -50,6 +50,7 @@ def _chosen(output: ModelOutput, features: Tensor) -> ModelOutput:
     return type(output)(**{**output, **changed})
 
 
+@check(PREFILL)
 def of_first_rows_sync(arguments: dict[str, Any], config: Any, groups: RowGroups) -> dict[str, ModelOutput]:
     """Returns the images of the first row of each group. Raises LeaveAlone if other rows of a group have others."""
     rows, name = _rows_sync(arguments, config), f"argument {IMAGES}"

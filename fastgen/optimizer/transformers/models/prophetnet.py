@@ -77,7 +77,7 @@ def _is_step(model: Any, args: tuple, kwargs: dict[str, Any], prefix: str) -> bo
     if mask is not None and tuple(mask.shape) != (input_ids.shape[0], kwargs[CACHE].get_seq_length() + 1):
         return False
     if call.host.has_callbacks:
-        call.has_changed(model, True)  # then its facts are read again
+        call.change_of(model, between_steps=True)  # then its facts are read again
     facts = call.facts_of(model, checks.KNOWN)
     if facts.hooks or facts.user_code:  # they would see two streams, and embeddings one call instead of two
         return False

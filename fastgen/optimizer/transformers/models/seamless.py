@@ -74,7 +74,7 @@ def _versions(tensors: list[Tensor | None]) -> list[int]:
 def _is_repeatable(encoder: nn.Module) -> bool:
     """Whether calling the encoder once has no visible effect: it draws no random numbers, and is the library's."""
     call = current_call()
-    if call is None or torch.is_inference_mode_enabled() or is_transformed() or not checks.is_known_class(encoder):
+    if call is None or torch.is_inference_mode_enabled() or is_transformed() or checks.is_foreign(encoder):
         return False
     return not checks.CallChecks.of(call, encoder).rows
 

@@ -8,14 +8,13 @@ Needs transformers and fairseq. Texts before the first table of a page are the p
 from __future__ import annotations
 
 import argparse
-import ast
-import functools
-import inspect
+import importlib
+import itertools
+import pkgutil
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import CodeType
 
 from fastgen.batch.config import CHECKS, FASTSEQ_NAMES, OTHER_NAMES, BadValue, Check, settings_of_run
 from fastgen.batch.generator import OF_FILES
@@ -23,25 +22,17 @@ from fastgen.cli import verify
 from fastgen.cli.fairseq import args as fairseq_args
 from fastgen.cli.fairseq.command import add_flags
 from fastgen.cli.transformers.args import PROG, build_parser
-from fastgen.optimizer.decoding import graphs
-from fastgen.optimizer.decoding.report import Reason
-from fastgen.optimizer.fairseq import checks as of_fairseq
-from fastgen.optimizer.transformers import checks as of_transformers
-from fastgen.optimizer.transformers import prefixes
+from fastgen.optimizer.decoding import report
 from fastgen.reasons import CHOSEN, CODES
 
 DOCS = Path(__file__).parent.parent / "docs"
 BEGIN, END = "<!-- tools/generated_pages.py -->\n", "<!-- end -->\n"
 MEANINGS = {code: meaning for codes in CODES.values() for code, meaning in codes.items()}
-HOSTS = {"T": of_transformers.CallChecks, "F": of_fairseq.CallChecks}
-# The parts of a call, and what leaves them to each host: tables of its `CallChecks` by name, and functions.
-PARTS: dict[str, dict[str, list[Any]]] = {
-    "prefill": {"T": ["prefill_sync", "row_states"]},
-    "prefix": {"T": [prefixes.unsupported_reasons, prefixes.model_reasons, "prefix"]},
-    "loop": {"T": ["settings", "loop"], "F": ["loop", of_fairseq.plan]},
-    "capture": {"T": [graphs.can_capture, "capture", "rows"], "F": [graphs.can_capture, "capture", "rows"]},
-    "compaction": {"T": ["compaction"]},
-    "drafts": {"T": ["drafts"]},
+PARTS = [report.PREFILL, report.PREFIX, report.LOOP, report.STEPS, report.COMPACTION, report.DRAFTS]
+# The modules of each host's checks. Those of fastgen.optimizer.decoding are for both hosts.
+HOSTS = {
+    "T": ("fastgen.optimizer.transformers", "fastgen.optimizer.trl"),
+    "F": ("fastgen.optimizer.fairseq",),
 }
 
 
@@ -55,56 +46,25 @@ def reasons() -> str:
 
 def left_alone() -> str:
     """Returns the table of reasons by which a part of a call is the library's: one of them is enough."""
-    cells: dict[str, dict[str, str]] = {}
-    for part, tables in PARTS.items():
-        for host, places in tables.items():
-            codes = set().union(*(_codes_of(place, HOSTS[host]) for place in places))
-            for code in codes - CODES[CHOSEN].keys():
-                row = cells.setdefault(code, dict.fromkeys(PARTS, ""))
-                row[part] = f"{row[part]} {host}".strip()
-    rows = [(f"{MEANINGS[code]} (`{code}`)", *cells[code].values()) for code in MEANINGS if code in cells]
+    for name in itertools.chain(*HOSTS.values()):  # registers the checks
+        for module in pkgutil.iter_modules(getattr(importlib.import_module(name), "__path__", []), f"{name}."):
+            importlib.import_module(module.name)
+    cells = set()
+    for function, parts in report.CHECKS:
+        hosts = [host for host, names in HOSTS.items() if function.__module__.startswith(names)]
+        cells |= {*itertools.product(_codes_of(function.__code__), parts, hosts or HOSTS)}
+    rows = []
+    for code, meaning in MEANINGS.items():
+        row = [" ".join(host for host in HOSTS if (code, part, host) in cells) for part in PARTS]
+        if any(row) and code not in CODES[CHOSEN]:
+            rows.append((f"{meaning} (`{code}`)", *row))
     return _table(("if", *PARTS), rows)
 
 
-def _codes_of(place: Any, owner: type, done: set[Callable] | None = None) -> set[str]:
-    """Returns the codes that a function, or what `owner` has by this name, gives a reason of, or has from functions."""
-    done = set() if done is None else done
-    value = inspect.getattr_static(owner, place) if isinstance(place, str) else place
-    if isinstance(value, (property, functools.cached_property)):
-        value = value.fget if isinstance(value, property) else value.func
-    if not inspect.isfunction(value) or value in done or not value.__module__.startswith("fastgen.optimizer"):
-        return set()
-    done.add(value)
-    tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
-    variables = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    names = {name: each for name, each in value.__globals__.items() if name not in variables}
-    codes: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and node.value in MEANINGS:
-            codes.add(node.value)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
-            codes |= _codes_of(node.attr, owner, done) if hasattr(owner, node.attr) else _row(node.attr, owner)
-        elif isinstance(target := _named(node, names), Reason):
-            codes.add(target.code)
-        elif inspect.isfunction(target):
-            codes |= _codes_of(target, owner, done)
-    return codes
-
-
-def _named(node: ast.AST, names: dict[str, Any]) -> Any:
-    """Returns what a name stands for in a module, or in one that it has imported."""
-    if isinstance(node, ast.Attribute):
-        module = _named(node.value, names)
-        return getattr(module, node.attr, None) if inspect.ismodule(module) else None
-    return names.get(node.id) if isinstance(node, ast.Name) else None
-
-
-def _row(name: str, owner: type) -> set[str]:
-    """Returns the code of a row that an object makes once, for several of its tables."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(owner.__init__)))
-    rows = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)]
-    rows = [node.value.elts[0] for node in rows if ast.unparse(node.targets[0]) == f"self.{name}"]
-    return {code.value for code in rows if isinstance(code, ast.Constant) and code.value in MEANINGS}
+def _codes_of(code: CodeType) -> set[str]:
+    """Returns the codes of reasons among the constants of a function."""
+    within = [_codes_of(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return MEANINGS.keys() & {*code.co_consts}.union(*within)
 
 
 def flags() -> str:

@@ -31,10 +31,10 @@ PARTS = {
     # Captured steps.
     "capture a step": f"{_DECODING}.graphs:CapturedGraph.capture",
     "capture kernels": f"{_DECODING}.graphs:CpuCapture.capture",
-    "compare a replay": f"{_DECODING}.decode_step:differs_sync",
+    "compare a replay": f"{_DECODING}.captures:differs_sync",
     "fill a static cache": f"{_DECODING}.static_kv_cache:StaticKVCache.load",
-    "grow a static cache": f"{_DECODING}.decode_step:DecodeStep._change_to",
-    "static step": f"{_DECODING}.decode_step:DecodeStep._static_step",
+    "grow a static cache": f"{_DECODING}.decode_step:StaticSteps.over",
+    "static step": f"{_DECODING}.decode_step:StaticSteps.outputs_of",
     "masks of a step": f"{_TRANSFORMERS}.decode_step:StepMasks.next",
     "masks were built": f"{_TRANSFORMERS}.decode_step:StepMasks.keep_sync",
     "pad inputs": f"{_TRANSFORMERS}.decode_step:TransformersDecodeStep._pad",
@@ -94,7 +94,7 @@ PARTS = {
 # Bounds that tests lower, so that small inputs reach them.
 LIMITS = {
     "smallest_capacity": f"{_DECODING}.static_kv_cache:SMALLEST_CAPACITY",
-    "most_graphs": f"{_DECODING}.graphs:MOST_GRAPHS",
+    "most_graphs": f"{_DECODING}.captures:MOST_GRAPHS",
     "beams_of_part": "fastgen.ops.beam_top_k:PART",
     "min_elements_of_thread": "fastgen.ops.rms_norm:MIN_ELEMENTS_OF_THREAD",
     "min_elements_to_draw": f"{_TRANSFORMERS}.token_loop:MIN_ELEMENTS_TO_DRAW",
@@ -216,17 +216,17 @@ def without(name: str) -> Iterator[None]:
 
 def captured_graphs(model: Any) -> dict[Any, Any]:
     """Returns a model's captured steps between two calls, by key, the latest last."""
-    from fastgen.optimizer.decoding import graphs
+    from fastgen.optimizer.decoding import captures
 
-    cache = graphs._graph_caches.get(model)
+    cache = captures._graph_caches.get(model)
     return {} if cache is None else dict(cache.entries)
 
 
 def holds_graphs(model: Any) -> bool:
     """Whether a call holds the captured steps of a model, so that no other call may use them."""
-    from fastgen.optimizer.decoding import graphs
+    from fastgen.optimizer.decoding import captures
 
-    return graphs._graph_caches[model].in_use.locked()
+    return captures._graph_caches[model].in_use.locked()
 
 
 def proven() -> set[object]:

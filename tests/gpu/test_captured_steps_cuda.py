@@ -11,7 +11,7 @@ from tiny_models import inputs_of, tiny
 from versions import needs_gpu
 
 import fastgen
-from fastgen.optimizer.decoding import graphs
+from fastgen.optimizer.decoding import captures, graphs
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.static_kv_cache import StaticKVCache
 from fastgen.optimizer.transformers.decode_step import LateStopCheck
@@ -156,7 +156,7 @@ def test_a_forward_that_waits_is_not_captured(monkeypatch, why):
         def capture(self, run, rewind):
             return super().capture(lambda: (run(), WAITING[why]())[0], rewind)
 
-    monkeypatch.setattr(graphs, "CudaCapture", Waiting)
+    monkeypatch.setattr(captures, "CudaCapture", Waiting)
     model = model_of("gpt2")
     for _ in range(2):
         assert not replays(model, inputs_on_gpu("gpt2"), **BEAMS)
@@ -165,7 +165,7 @@ def test_a_forward_that_waits_is_not_captured(monkeypatch, why):
 
 
 def test_a_failed_capture_warns_once_and_leaves_no_trace(monkeypatch):
-    monkeypatch.setattr(graphs, "CudaCapture", Failing)
+    monkeypatch.setattr(captures, "CudaCapture", Failing)
     model = model_of("gpt2")
     with pytest.warns(RuntimeWarning, match="fastgen does not capture the decode steps of a model"):
         assert not replays(model, inputs_on_gpu("gpt2"), **BEAMS)
@@ -188,7 +188,7 @@ class Exhausting(graphs.CudaCapture):
 
 
 def test_a_capture_that_exhausts_the_allocator_leaves_no_trace(monkeypatch):
-    monkeypatch.setattr(graphs, "CudaCapture", Exhausting)
+    monkeypatch.setattr(captures, "CudaCapture", Exhausting)
     model = model_of("gpt2")
     assert not replays(model, inputs_on_gpu("gpt2"), **BEAMS)
     assert "OUT_OF_MEMORY" in fastgen.explain().codes()
@@ -210,11 +210,11 @@ def test_captured_steps_without_memory_become_eager(part, arguments):
 
 
 def test_steps_with_more_keys_than_are_kept_are_captured_steps(monkeypatch):
-    monkeypatch.setitem(graphs.MOST_BYTES, "cuda", 1 << 10)
+    monkeypatch.setitem(captures.MOST_BYTES, "cuda", 1 << 10)
     model = model_of("llama")
     for _ in range(2):
         assert replays(model, inputs_on_gpu("llama"), **BEAMS)
-        assert not graphs._graph_caches[model].entries
+        assert not captures._graph_caches[model].entries
 
 
 @pytest.mark.parametrize("missing, unused", [(0, 0), (1, 0), (1, 1)])
@@ -239,7 +239,7 @@ def test_captured_steps_accept_the_newer_switch_for_tf32(monkeypatch):
     assert replays(model, inputs_on_gpu("llama"), **BEAMS)
     monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
     model.generate(**inputs_on_gpu("llama"), **BEAMS)
-    assert fastgen.explain().replays and len(graphs._graph_caches[model].entries) > 1
+    assert fastgen.explain().replays and len(captures._graph_caches[model].entries) > 1
     monkeypatch.undo()
     assert replays(model, inputs_on_gpu("llama"), **BEAMS)
 
@@ -268,7 +268,7 @@ def test_a_graph_outlives_another_of_its_stream():
         {key: value.repeat(3, 1) for key, value in inputs_on_gpu("llama", 2).items()},
     )
     assert replays(model, short, **BEAMS) and replays(model, long, **BEAMS)
-    graphs._graph_caches[model].entries.popitem(last=False)
+    captures._graph_caches[model].entries.popitem(last=False)
     gc.collect()
     torch.cuda.empty_cache()
     blocks = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
@@ -282,13 +282,13 @@ def test_the_graphs_of_a_model_share_one_pool(monkeypatch):
     model = model_of("llama")
     for arguments in (BEAMS, GREEDY):
         assert replays(model, inputs_on_gpu("llama"), **arguments)
-    assert len(graphs._graph_caches[model].entries) > 1 and len(handles) == 1
+    assert len(captures._graph_caches[model].entries) > 1 and len(handles) == 1
 
 
 def test_a_pool_without_graphs_is_created_anew():
     model = model_of("llama")
     assert replays(model, inputs_on_gpu("llama"), **BEAMS)
-    graphs._graph_caches[model].entries.clear()
+    captures._graph_caches[model].entries.clear()
     gc.collect()
     torch.cuda.empty_cache()
     assert replays(model, inputs_on_gpu("llama"), **BEAMS)
@@ -298,11 +298,11 @@ def test_four_models_capture_in_four_threads():
     models = [model_of("llama") for _ in range(4)]
     expected = models[0].generate(**inputs_on_gpu("llama"), **BEAMS)
     for model in models:
-        graphs._graph_caches.pop(model, None)
+        captures._graph_caches.pop(model, None)
     with ThreadPoolExecutor(4) as threads:
         results = list(threads.map(lambda model: model.generate(**inputs_on_gpu("llama"), **BEAMS), models))
     assert all(torch.equal(tokens, expected) for tokens in results)
-    assert not any(graphs._graph_caches[model].refused for model in models)
+    assert not any(captures._graph_caches[model].refused for model in models)
 
 
 def test_steps_in_inference_mode_are_cuda_graphs():
@@ -318,8 +318,8 @@ def test_a_replay_copies_no_states_of_the_encoder():
     with torch.inference_mode():
         for seed in range(3):
             assert replays(model, inputs_on_gpu("bart", seed), **BEAMS)
-    for graph in graphs._graph_caches[model].entries.values():
-        assert any(graph.buffers[index].shape[-1] == model.config.d_model for index in graph._unread)
+    for graph in captures._graph_caches[model].entries.values():
+        assert any(buffer.shape[-1] == model.config.d_model for buffer in graph._replay._unread.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -344,8 +344,8 @@ def test_cuda_graphs_serve_threads_on_one_model_and_on_two():
 
 
 def test_no_more_cuda_graphs_are_kept_than_allowed(monkeypatch):
-    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(captures, "MOST_GRAPHS", 2)
     model = model_of("gpt2")
     for max_new_tokens in range(10, 100, 10):
         model.generate(**inputs_on_gpu("gpt2"), **{**BEAMS, "max_new_tokens": max_new_tokens})
-        assert len(graphs._graph_caches[model].entries) <= 2
+        assert len(captures._graph_caches[model].entries) <= 2

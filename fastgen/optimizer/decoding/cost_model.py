@@ -115,8 +115,7 @@ class CostModel:
     keys into a buffer is faster than copying all keys at every step (beams break even near 0.2 million, samples near
     0.03 million, on a CPU).
 
-    cpu_captures, gpu_captures: what a capture takes. looks_back: whether steps of earlier calls that had too few for a
-    graph count as well, and their graphs are used.
+    cpu_captures, gpu_captures: what a capture takes.
 
     min_large: the seconds of reading the large weights, as a part of those of the Python of a forward, from which on a
     microsecond for every call of torch does not matter; for a call of one step four times as much.
@@ -139,7 +138,6 @@ class CostModel:
     min_elements_in_place: int = 1 << 17
     cpu_captures: CaptureCosts = CPU_CAPTURES
     gpu_captures: CaptureCosts = GPU_CAPTURES
-    looks_back: bool = True
     min_large: float = 0.25
     most_steps_of_tiny_call: int = 2
     min_draft_steps: int = 8
@@ -268,15 +266,13 @@ class CostModel:
         return leaving >= self.min_leaving * rows and self.should_prefill_once(size, leaving * steps)
 
 
-# The cost models of new calls. REPEATABLE: with FASTGEN_REPEATABLE=1. It switches to a static cache, and to replays, at
-# the same steps whatever was called before, because attention over padding and fused kernels round differently.
+# The cost model of new calls.
 DEFAULT = CostModel()
-REPEATABLE = CostModel(looks_back=False)
 
 
 def of_new_call() -> CostModel:
-    """Returns the cost model of a new call, by FASTGEN_REPEATABLE."""
-    return REPEATABLE if CONFIG.repeatable else DEFAULT
+    """Returns the cost model of a new call."""
+    return DEFAULT
 
 
 # For each model: the module that holds its first weight, and the weight's name there; and the weight's dtype and device

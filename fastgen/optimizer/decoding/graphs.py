@@ -1,7 +1,8 @@
-"""Captured decode steps, and the decision whether to capture the steps of a loop.
+"""Captured decode steps.
 
 On a GPU a captured step is a CUDA graph, one launch for all kernels (Seamless, "CUDA Graph"). On a CPU the kernels are
-called without the Python in between (fastgen/ops/cpu_graph.py). This module knows no host library.
+called without the Python in between (fastgen/ops/cpu_graph.py). When steps are captured, and which captures of earlier
+calls are used, is decided in captures.py. This module knows no host library.
 
 Tests: tests/optimizer/decoding/test_graphs.py, tests/optimizer/test_cuda_twin.py, tests/gpu/
 """
@@ -10,40 +11,33 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from enum import Enum
 from functools import partial
 from operator import attrgetter
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fastgen.config import CONFIG
 from fastgen.ops import cpu_graph
 from fastgen.ops.kernel import tolerance
-from fastgen.ops.tracing import Diverged, NotRepeatable, is_transformed, is_watched, memory_of, no_waiting
-from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.cost_model import first_weight, size_of
-from fastgen.optimizer.decoding.report import MODES, STEPS, Reason, check, that_hold
+from fastgen.ops.tracing import Diverged, NotRepeatable, memory_of, no_waiting
+from fastgen.optimizer.decoding.report import Reason
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
-
-# The most graphs of one model between two calls, and the most bytes of all together: less on a CPU, whose memory
-# programs need for themselves.
-MOST_GRAPHS = 16
-MOST_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
 
 # Larger logits belong to tokens that a model rules out.
 HUGE = 1e4
 
+EXPECTED = NotRepeatable, Diverged, torch.cuda.OutOfMemoryError  # expected errors of a capture: no warning
+
 Run = Callable[[], Any]
 Reads = Callable[[Tensor], bool]
-
-_nbytes = attrgetter("nbytes")
 
 
 class CpuCapture:
@@ -142,26 +136,96 @@ class GraphState(Enum):
     DROPPED = "never replayed again"
 
 
-class CapturedGraph:
-    """One captured step: copies its inputs to static buffers, and replays.
+class Replay:
+    """One capture of a function: copies inputs to static buffers, and runs the captured kernels.
 
-    It owns no KV buffers: these belong to `cache`, which it keeps alive, but does not create, fill, move or grow; a
-    replay appends to it, and `capture` and `drop` reset its write position. It decides nothing: `DecodeStep` says when
-    to capture, replay or drop it, and whether its output can be trusted.
-
-    function: takes nested inputs and adds positions to `cache`. view: the host's view of `cache`.
+    inputs: nested; a replay's must have the same shapes and types. nbytes: what the capture and its buffers hold.
     """
 
-    def __init__(self, function: Callable[[Any], Any], cache: StaticKVCache, view: Any = None) -> None:
-        self.function, self.cache, self.view = function, cache, view
-        self.state, self._own_bytes = GraphState.NEW, 0
-        self.buffers: list[Any] = []  # the leaves of the inputs
-        self._structure: Any = None  # how the leaves are nested in the inputs
-        self._unread: set[int] = set()  # leaves that no kernel reads, but outputs may be: the buffer is the caller's
+    def __init__(self, inputs: Any) -> None:
+        leaves, self._structure = tree_flatten(inputs)
+        self._buffers: list[Any] = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._unread: dict[int, Tensor] = {}  # leaves that no kernel reads, but outputs may be: the caller's tensors
         self._copied: dict[int, tuple[Any, int | None]] = {}  # for each leaf, the tensor last copied and its version
-        self._replay: Run | None = None
+        self._run: Run = tuple
+        self.nbytes = 0
+
+    def capture(
+        self, function: Callable[[Any], Any], inputs: Any, kernels: CpuCapture | CudaCapture, rewind: Callable[[], None]
+    ) -> Any:
+        """Captures the function's kernels, and returns its output for these inputs. rewind: undoes what it counts."""
+        output, self._run, self.nbytes, reads = kernels.capture(
+            lambda: function(tree_unflatten(self._buffers, self._structure)), rewind
+        )
+        for index, (leaf, buffer) in enumerate(zip(tree_leaves(inputs), self._buffers)):
+            if isinstance(buffer, Tensor) and reads(buffer):
+                self.nbytes += buffer.nbytes
+            elif isinstance(buffer, Tensor):
+                self._unread[index] = buffer
+                buffer.set_(leaf)
+        return output
+
+    def fitting_leaves(self, inputs: Any) -> Any:
+        """Returns the leaves of these inputs; None if the capture had inputs of other shapes or types."""
+        leaves, structure = tree_flatten(inputs)
+        if structure != self._structure:
+            return None
+        for leaf, buffer in zip(leaves, self._buffers):
+            if isinstance(leaf, Tensor) and isinstance(buffer, Tensor):
+                if leaf.shape != buffer.shape or leaf.dtype != buffer.dtype or leaf.device != buffer.device:
+                    return None
+            elif type(leaf) is not type(buffer) or leaf != buffer:
+                return None
+        return leaves
+
+    def run(self, leaves: Any) -> Any:
+        """Returns the output for these leaves, which the next replay overwrites."""
+        for index, (leaf, buffer) in enumerate(zip(leaves, self._buffers)):
+            if index in self._unread:
+                buffer.set_(leaf)
+            elif isinstance(leaf, Tensor):  # the same tensor, such as encoder states, may be in the buffer already
+                version = None if leaf.is_inference() else leaf._version  # tells whether it was written since
+                copied, copied_version = self._copied.get(index, (None, None))
+                if version is None or version != copied_version or copied() is not leaf:
+                    self._copied[index] = ref(leaf), version
+                    buffer.copy_(leaf)
+        return self._run()
+
+    def release(self) -> None:
+        """Releases the caller's tensors."""
+        for buffer in self._unread.values():
+            buffer.set_(buffer.new_empty(1).expand(buffer.shape))
+
+
+class CapturedGraph:
+    """One step that can be captured: `run` captures, compares, replays or falls back, and always returns outputs.
+
+    It owns no KV buffers: these belong to `cache`, which it keeps alive, but does not create, move or grow; a forward
+    appends to it, and whatever is discarded resets its write position.
+
+        NEW ──run: capture──> CAPTURED ──run: replay, compared with the function──> PROVEN ──run: replay──> PROVEN
+                              an error, another output, or inputs that do not fit: DROPPED, `run` calls the function
+
+    function: takes nested inputs and adds positions to `cache`. view: the host's view of `cache`. key: of the cache of
+    graphs between calls. is_used: whether it has run since `begin`; if not, it may have been captured by an earlier
+    call, in another branch of the function. wanted: for each number of tokens per row, how often a graph would have
+    been used.
+    """
+
+    def __init__(
+        self, function: Callable[[Any], Any], cache: StaticKVCache, view: Any = None, key: Hashable = None
+    ) -> None:
+        self.function, self.cache, self.view, self.key = function, cache, view, key
+        self.state, self.is_used = GraphState.NEW, False
+        self.wanted: Counter[int] = Counter()
+        self._replay: Replay | None = None
         self._of_sizes: dict[int, CapturedGraph] = {}
-        self.wanted: Counter[int] = Counter()  # for each number of tokens, how often a graph would have been used
+
+    def begin(self, content: KVContent) -> None:
+        """Copies the content into the cache; what was captured before counts as an earlier call's."""
+        self.cache.load(content)
+        for graph in (self, *self._of_sizes.values()):
+            graph.is_used = False
 
     def of_size(self, size: int) -> CapturedGraph:
         """Returns the graph of a step of so many tokens, over the same cache; a new one in place of a dropped one."""
@@ -177,32 +241,70 @@ class CapturedGraph:
     @property
     def is_captured(self) -> bool:
         """Whether a step of any size is captured."""
-        states = {graph.state for graph in (self, *self._of_sizes.values())}
-        return bool(states & {GraphState.CAPTURED, GraphState.PROVEN})
+        return any(graph._replay is not None for graph in (self, *self._of_sizes.values()))
 
     @property
     def nbytes(self) -> int:
         """The bytes of the cache, and of what the graphs of all sizes hold."""
-        return self.cache.nbytes + self._own_bytes + sum(graph._own_bytes for graph in self._of_sizes.values())
+        replays = [graph._replay for graph in (self, *self._of_sizes.values())]
+        return self.cache.nbytes + sum(replay.nbytes for replay in replays if replay is not None)
 
-    def capture(self, inputs: Any, capture: CpuCapture | CudaCapture) -> Any:
+    def run(self, inputs: Any, captures: Any) -> Any:
+        """Returns the outputs for these inputs; the next run overwrites them. captures: the loop's `Captures`."""
+        state, is_earlier, outputs = self.state, self.state is not GraphState.NEW and not self.is_used, None
+        if state is GraphState.DROPPED:
+            return self.function(inputs)
+        self.is_used = True
+        try:
+            if self._replay is None or (is_earlier and self._replay.fitting_leaves(inputs) is None):
+                return self.capture(inputs, captures.graphs.capture)
+            try:
+                outputs = self._prove(inputs, captures) if state is GraphState.CAPTURED else self.replay(inputs)
+            except Diverged:
+                if not is_earlier:
+                    raise
+                self.drop()
+                return self.capture(inputs, captures.graphs.capture)  # the earlier call took another branch
+        except Exception as error:
+            self.drop()
+            # If the function raises as well, the caller gets the error.
+            outputs = None if isinstance(error, EXPECTED) else self.function(inputs)
+            # A graph that diverges before it is proven does so at every step.
+            if not (isinstance(error, (NotRepeatable, Diverged)) and captures.policy.is_trusted(state)):
+                captures.refuse(error)
+        else:
+            if outputs is not None:
+                captures.call.report.kernels[captures.graphs.capture.name] += 1
+        return self.function(inputs) if outputs is None else outputs
+
+    def capture(self, inputs: Any, kernels: CpuCapture | CudaCapture) -> Any:
         """Captures the function with inputs like these, replacing an earlier capture; returns its output for them."""
-        self.state = GraphState.DROPPED  # in case of an interruption
-        leaves, structure = tree_flatten(inputs)
-        self._structure, self._unread, self._copied = structure, set(), {}
-        self.buffers = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        output, self._replay, bytes_of_replay, reads = capture.capture(
-            lambda: self.function(tree_unflatten(self.buffers, structure)), partial(self.cache.advance, 0)
-        )
-        self.state = GraphState.CAPTURED
-        self._own_bytes = bytes_of_replay
-        for index, (leaf, buffer) in enumerate(zip(leaves, self.buffers)):
-            if isinstance(buffer, Tensor) and reads(buffer):
-                self._own_bytes += buffer.nbytes
-            elif isinstance(buffer, Tensor):
-                self._unread.add(index)
-                buffer.set_(leaf)
+        self.state, self._replay = GraphState.DROPPED, None  # in case of an interruption
+        replay = Replay(inputs)
+        output = replay.capture(self.function, inputs, kernels, partial(self.cache.advance, 0))
+        self.state, self._replay = GraphState.CAPTURED, replay
         return output
+
+    def replay(self, inputs: Any) -> Any:
+        """Returns the output for these inputs, which the next replay overwrites; None if they do not fit."""
+        leaves = None if self._replay is None else self._replay.fitting_leaves(inputs)
+        if self._replay is None or leaves is None:
+            self.drop()
+            return None
+        return self._replay.run(leaves)
+
+    def _prove(self, inputs: Any, captures: Any) -> Any:
+        """Returns the outputs of the first replay if the function gives the same logits, otherwise None."""
+        expected = captures.loop.logits_of(self.function(inputs))
+        self.cache.advance(0)
+        outputs = self.replay(inputs)
+        if outputs is not None and differs_sync(captures.loop.logits_of(outputs), expected):
+            self.drop()
+            captures.refuse("a replay gave other logits than the forward")
+            return None
+        if outputs is not None:
+            self.state = GraphState.PROVEN
+        return outputs
 
     def drop(self) -> None:
         """Ends all replays, and resets the write position, so that a discarded attempt leaves no trace."""
@@ -210,104 +312,11 @@ class CapturedGraph:
         self._of_sizes.clear()
         self.cache.advance(0)
 
-    def fitting_leaves(self, inputs: Any) -> Any:
-        """Returns the leaves of these inputs; None if the graph was captured with inputs of other shapes or types."""
-        leaves, structure = tree_flatten(inputs)
-        if structure != self._structure:
-            return None
-        for leaf, buffer in zip(leaves, self.buffers):
-            if isinstance(leaf, Tensor) and isinstance(buffer, Tensor):
-                if leaf.shape != buffer.shape or leaf.dtype != buffer.dtype or leaf.device != buffer.device:
-                    return None
-            elif type(leaf) is not type(buffer) or leaf != buffer:
-                return None
-        return leaves
-
-    def replay(self, inputs: Any) -> Any:
-        """Returns the output for these inputs, which the next replay overwrites; None if `fitting_leaves` is None."""
-        leaves = self.fitting_leaves(inputs)
-        if self._replay is None or leaves is None:
-            self.drop()
-            return None
-        for index, (leaf, buffer) in enumerate(zip(leaves, self.buffers)):
-            if index in self._unread:
-                buffer.set_(leaf)
-            elif isinstance(leaf, Tensor):  # the same tensor, such as encoder states, may be in the buffer already
-                version = None if leaf.is_inference() else leaf._version  # tells whether it was written since
-                copied, copied_version = self._copied.get(index, (None, None))
-                if version is None or version != copied_version or copied() is not leaf:
-                    self._copied[index] = ref(leaf), version
-                    buffer.copy_(leaf)
-        return self._replay()
-
     def end_call(self) -> None:
         """Releases the caller's tensors."""
-        for graph in self._of_sizes.values():
-            graph.end_call()
-        for index in self._unread:
-            buffer = self.buffers[index]
-            buffer.set_(buffer.new_empty(1).expand(buffer.shape))
-
-
-class GraphCache:
-    """The captured steps of one model in one dtype on one device; the least recently used is dropped first.
-
-    It decides nothing either. A call that holds `in_use` takes graphs out of `entries` and puts them back, so that
-    calls with the same shapes take turns. refused: why no more graphs are captured. has_exact_lengths: whether prompts
-    are never padded to a common length: on a CPU in half precision, masked padding could change which of two close
-    logits is larger. steps_without: for each number of rows, the steps of earlier calls that had too few for a graph.
-    """
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype, self.most_bytes = device, dtype, MOST_BYTES[device.type]
-        self.capture = CudaCapture(device) if device.type == "cuda" else CpuCapture()
-        self.in_use = threading.Lock()
-        self.refused: list[Reason] = []
-        self.has_exact_lengths = device.type == "cpu" and dtype not in (torch.float32, torch.float64)
-        self.steps_without: Counter[int] = Counter()
-        self.entries: OrderedDict[Hashable, CapturedGraph] = OrderedDict()  # the latest last
-        self._state: Any = None
-
-    def set_state(self, state: Any) -> None:
-        """Drops graphs that were captured in another state of the model."""
-        if state is not self._state:
-            self.entries.clear()
-            self._state = state
-
-    def key_of(self, content: KVContent, most: int, exact_lengths: bool, variant: Hashable) -> tuple[Any, ...]:
-        """Returns the key of a step with `most` positions per row; its last item is the spec of the cache."""
-        return variant, torch_settings(), content.spec(most, exact_lengths or self.has_exact_lengths)
-
-    @property
-    def most_bytes_of_call(self) -> int:
-        """The most bytes of a static cache: half of the free memory, because filling it copies the content."""
-        if self.device.type != "cuda":
-            return self.most_bytes
-        free, _ = torch.cuda.mem_get_info(self.device)
-        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return int(free + unused) // 2
-
-    def put(self, key: Hashable, graph: CapturedGraph) -> None:
-        """Stores a graph for other calls; drops the least recently used ones if there are too many."""
-        if graph.is_captured and graph.nbytes <= self.most_bytes:
-            graph.end_call()
-            self.entries[key] = graph
-        while len(self.entries) > MOST_GRAPHS or sum(map(_nbytes, self.entries.values())) > self.most_bytes:
-            self.entries.popitem(last=False)
-
-
-_graph_caches: WeakKeyDictionary[nn.Module, GraphCache] = WeakKeyDictionary()
-
-
-def graphs_of(model: nn.Module, weight: Tensor) -> GraphCache:
-    """Returns a model's graph cache; drops graphs captured with another dtype or device, which would hold old weights.
-
-    weight: any weight that a step reads.
-    """
-    cache = _graph_caches.get(model)
-    if cache is None or (cache.device, cache.dtype) != (weight.device, weight.dtype):
-        cache = _graph_caches[model] = GraphCache(weight.device, weight.dtype)
-    return cache
+        for graph in (self, *self._of_sizes.values()):
+            if graph._replay is not None:
+                graph._replay.release()
 
 
 def torch_settings() -> tuple[Any, ...]:
@@ -333,9 +342,6 @@ def differs_sync(logits: Tensor, expected: Tensor) -> bool:
     return logits.shape != expected.shape or not torch.allclose(logits, expected, rtol=0, atol=atol, equal_nan=True)
 
 
-# The decision whether to capture the steps of a loop.
-
-
 def reason_of(cause: Exception | str, model: nn.Module) -> Reason:
     """Returns why steps stay eager after an error of the capture or of the host's code for static caches."""
     if isinstance(cause, torch.cuda.OutOfMemoryError):
@@ -344,49 +350,3 @@ def reason_of(cause: Exception | str, model: nn.Module) -> Reason:
     text = str(cause) if is_expected else f"{type(cause).__name__}: {cause}"
     text = f"{type(model).__name__}: {text}"
     return Reason(cause.code, text) if isinstance(cause, NotRepeatable) else Reason("CAPTURE_REFUSED", text)
-
-
-@check(STEPS)
-def unwanted_reasons(call: GenerateCall, device: torch.device, steps: int) -> list[Reason]:
-    """Returns why so many steps are not captured, whatever the model; empty if they may be."""
-    if CONFIG.cuda_graphs == "off":
-        return [Reason("CAPTURE_OFF", "FASTGEN_CUDA_GRAPHS=off")]
-    if device.type not in ("cuda", "cpu"):
-        return [Reason("DEVICE", f"the model is on {device.type} (supported: cuda, cpu)")]
-    least = call.costs.captures(device).least
-    if steps < least:
-        return [Reason("FEW_STEPS", f"the call has fewer than {least} steps", f"at most {max(steps, 0)}")]
-    if torch.is_autocast_enabled(device.type):
-        return [Reason("AUTOCAST", "autocast keeps copies of weights that a capture would outlive")]
-    if is_transformed() or is_watched():
-        return [Reason("TORCH_MODE", MODES)]
-    if device.type == "cuda" and torch.cuda.current_stream(device).cuda_stream:
-        return [Reason("CUDA_STREAM", "user code computes on a stream other than the default")]
-    return []
-
-
-@check(STEPS)
-def can_capture(checks: Any, rows: int, steps: int) -> bool:
-    """Whether to try capturing a loop of at most so many steps of so many rows; adds to the report why not.
-
-    checks: the host's `CallChecks`. Cheap checks come first, those that look at all modules last: `capture` checks the
-    call's arguments, `rows` the model's code. checks.decoder: the model, or the part that a step calls.
-    """
-    call, decoder = checks.call, checks.decoder
-    if (weight := first_weight(decoder)) is None:  # it computes nothing
-        return False
-    device, size = weight.device, size_of(decoder, checks.known_code)
-    reasons = unwanted_reasons(call, device, steps) or graphs_of(checks.model, weight).refused or checks.capture
-    if not reasons and not call.costs.should_capture(size, rows, steps, is_captured=True, device=device):
-        text = f"{steps} steps of {rows} rows would save less than the capture costs"
-        reasons = [Reason("NOT_WORTH_CAPTURING", text)]
-    if not (reasons := reasons or checks.rows):
-        facts = call.facts_of(checks.model, checks.known_code)
-        is_split = len(facts.devices) > 1 and not facts.is_sharded
-        reasons = that_hold(
-            ("SHARDED", "parts of the model are sharded, and gathered in each step", facts.is_sharded),
-            ("SEVERAL_DEVICES", "the model is on several devices", is_split),
-        )
-    call.report.add_reasons(STEPS, reasons)
-    call.will_capture = not reasons
-    return not reasons

@@ -10,8 +10,8 @@
 On a GPU, `reorder` may write a table of ancestors instead of moving rows: position p of row r is then in row
 `ancestors[r, p]` of the buffer, where the steps' kernel finds it (`Bounds`); `content` and `copy` move rows first.
 
-Writers: a step, with `append`; the loop between two steps, with `reorder`; and `DecodeStep`, which fills the cache with
-`load` and counts steps with `advance`. Static caches follow Seamless, "Updating and retrieving KV cache". This module
+Writers: a step, with `append`; the loop between two steps, with `reorder`; and `StaticSteps`, which count steps with
+`advance` and fill another cache with `load`. Static caches follow Seamless, "Updating and retrieving KV cache". This module
 knows no host library.
 
 Tests: tests/optimizer/decoding/test_kv_cache.py, tests/optimizer/decoding/test_graphs.py

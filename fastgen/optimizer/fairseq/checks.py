@@ -235,7 +235,7 @@ class CallChecks:
     @cached_property
     @check(STEPS)
     def capture(self) -> list[Reason]:
-        """The reasons in the models' layers why steps are not captured; `graphs.can_capture` adds others."""
+        """The reasons in the models' layers why steps are not captured; `captures.can_capture` adds others."""
         if len(self.plans) > 1:
             return [Reason("ENSEMBLE", f"an ensemble of {len(self.plans)} models")]
         plan, ensemble, decoder = self.plans[0], self.generator.model, self.decoder

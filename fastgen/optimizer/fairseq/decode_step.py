@@ -11,6 +11,7 @@ Tests: tests/optimizer/fairseq/test_fairseq_loop.py, tests/optimizer/fairseq/tes
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.nn import functional
 
 from fastgen.optimizer.decoding.call import GenerateCall, setting
 from fastgen.optimizer.decoding.decode_step import DecodeStep
+from fastgen.optimizer.decoding.graphs import CapturedGraph
 from fastgen.optimizer.decoding.guards import is_user_code
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.segmented_kv import KV
@@ -177,17 +179,18 @@ class FairseqDecodeStep(DecodeStep):
         """Returns the models' outputs for the token after tokens `[rows, length]`; the loop may overwrite them."""
         if self.runs_user_code:
             self._find_changes()
-        if self.graph is None:
-            return self.run(tokens)
+        before = self.mode.cache
         log_probs, weights = self.run(tokens)
-        return log_probs.clone(), None if weights is None else weights[:, self.states[0].kv.padding :]
+        if before is None or (cache := self.mode.cache) is None:
+            return log_probs, weights
+        return log_probs.clone(), None if weights is None else weights[:, cache.padding :]
 
-    def inputs(self, tokens: Tensor, view: DecodingState | None, size: int = 1) -> dict[str, Any]:
+    def inputs(self, tokens: Tensor, graph: CapturedGraph | None, size: int = 1) -> dict[str, Any]:
         temperature = self.generator.temperature
-        if view is None:
+        if graph is None:
             models = {"ensemble": self.generator.model, "states": self.states}
             return {"tokens": tokens, "temperature": temperature, **models}
-        cache = view.kv
+        cache = graph.cache
         position = torch.full((1, 1), tokens.shape[1], device=tokens.device)
         # Without a source, the prompt is padded, and the cache's own mask hides the padding.
         mask = None if self.mask is None else functional.pad(self.mask, (cache.padding, 0))
@@ -208,7 +211,7 @@ class FairseqDecodeStep(DecodeStep):
     def logits_of(outputs: Outputs) -> Tensor:
         return outputs[0]
 
-    def content(self, left: int) -> KVContent:
+    def content(self, left: int) -> tuple[KVContent, Hashable]:
         state = self.states[0]
         content = state.kv.content()
         crosses = state.plan.cross_attention
@@ -216,9 +219,9 @@ class FairseqDecodeStep(DecodeStep):
         self.mask, length = state.mask, 0 if pair is None else pair[0].shape[2]
         if self.mask is None and rounded(length) > length:  # without a mask, but with padding
             inputs = self.rows // self.rows_per_input
-            self.mask = torch.ones((inputs, 1, 1, length), dtype=torch.bool, device=self.graphs.device)
-        self.variant = self.generator.temperature, self.mask is not None
-        return content
+            device = content.generated[0][0].device
+            self.mask = torch.ones((inputs, 1, 1, length), dtype=torch.bool, device=device)
+        return content, (self.generator.temperature, self.mask is not None)
 
     def view_of(self, static: StaticKVCache) -> DecodingState:
         return self.states[0].over(static)
@@ -227,7 +230,7 @@ class FairseqDecodeStep(DecodeStep):
         self.states[0].kv = static
 
     def leave(self, static: StaticKVCache) -> None:
-        self.states[0].kv = KVCache.of(static.content(), self.most)
+        self.states[0].kv = KVCache.of(static.content(), self.states[0].limit)
 
     @cached_property
     def runs_user_code(self) -> bool:
@@ -243,8 +246,7 @@ class FairseqDecodeStep(DecodeStep):
         """Ends captured steps if user code has changed a model; modules that it has added may store states."""
         for model, state in zip(self.generator.model.models, self.states):
             if self.call.change_of(model, between_steps=True) is not None:
-                self.captures = False
-                if self.graph is not None:
+                if self.captures is not None:
                     self.leave_captures()
                 state.plan.watched = True
                 state.plan.find_others(model.decoder)

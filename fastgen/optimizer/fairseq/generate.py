@@ -21,9 +21,9 @@ from torch.nn.utils.rnn import pad_sequence
 from fastgen.ops.kernel import tolerance
 from fastgen.optimizer import trust
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call, undo_of_random_numbers
+from fastgen.optimizer.decoding.captures import can_capture
 from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears
-from fastgen.optimizer.decoding.graphs import can_capture
 from fastgen.optimizer.decoding.report import LOOP, Report
 from fastgen.optimizer.decoding.verify import ABSENT, Difference, first_token_difference
 from fastgen.optimizer.fairseq.checks import KNOWN, SOURCES, CallChecks, ModelPlan

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from fastgen.ops.beam_top_k import Candidates, best_of_all, best_of_allowed, best_of_different
 from fastgen.optimizer.decoding.call import count
-from fastgen.optimizer.decoding.graphs import can_capture
+from fastgen.optimizer.decoding.captures import can_capture
 from fastgen.optimizer.decoding.report import LOOP, Reason
 from fastgen.optimizer.transformers.call import drop_unused_outputs
 from fastgen.optimizer.transformers.checks import CallChecks, HostModel, LoopArguments, current_call

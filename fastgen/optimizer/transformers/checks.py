@@ -5,7 +5,7 @@ a reason, add a row. `check` registers the parts that a table is for. fastgen/re
 
 Before any of these, the patch of `generate` switches fastgen off for tiny calls, and first_use.py for code that no test
 has seen. The `CostModel` decides first whether a part is worthwhile. row_groups.py finds reasons in arguments, and
-kv_layers.py reasons in caches, for these tables; prefixes.py and `graphs.can_capture` have tables of their own.
+kv_layers.py reasons in caches, for these tables; prefixes.py and `captures.can_capture` have tables of their own.
 
 Tests: tests/optimizer/transformers/test_replaced_code.py, tests/optimizer/transformers/test_training_mode.py,
 tests/optimizer/transformers/test_captured_steps.py, tests/optimizer/transformers/test_replaced_loop.py,
@@ -370,7 +370,7 @@ class CallChecks:
     @cached_property
     @check(report.STEPS)
     def capture(self) -> list[Reason]:
-        """The reasons in arguments and configuration why steps are not captured; see `graphs.can_capture`."""
+        """The reasons in arguments and configuration why steps are not captured; see `captures.can_capture`."""
         model, arguments, name = self.model, self.arguments.model_kwargs, type(self.model).__name__
         most, cache = self.arguments.generation_config.max_length or 0, arguments.get(CACHE)
         waits = not getattr(model, "_can_compile_fullgraph", False)

@@ -10,27 +10,31 @@ tests/optimizer/transformers/test_refused_calls.py
 from __future__ import annotations
 
 import copy
+from collections.abc import Hashable, Iterator
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 
 from fastgen.models.cache_names import CACHE
-from fastgen.optimizer.decoding.call import undo_of_attributes, undo_of_random_numbers
+from fastgen.optimizer.decoding.call import Rollback, undo_of_attributes, undo_of_random_numbers, undo_of_tensors
+from fastgen.optimizer.decoding.captures import CannotPad
 from fastgen.optimizer.decoding.cost_model import size_of
-from fastgen.optimizer.decoding.decode_step import CannotPad, DecodeStep
+from fastgen.optimizer.decoding.decode_step import DecodeStep, StaticSteps
+from fastgen.optimizer.decoding.graphs import CapturedGraph
 from fastgen.optimizer.decoding.guards import is_user_code
 from fastgen.optimizer.decoding.report import COMPACTION, STEPS, LeaveAlone, Reason, check, leave_alone_for
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 from fastgen.optimizer.transformers import compat, kv_layers, row_groups
 from fastgen.optimizer.transformers.checks import CallChecks, HostModel
-from fastgen.optimizer.transformers.drafts import MASKS, DraftedSteps, inputs_ahead
+from fastgen.optimizer.transformers.drafts import MASKS, DraftedSteps, cache_of, inputs_ahead
 
 # Arguments of a forward.
 MASK, ENCODED = "attention_mask", "encoder_outputs"
@@ -68,10 +72,10 @@ class TransformersDecodeStep(DecodeStep):
 
     def __exit__(self, *error: Any) -> None:
         if self.drafts is not None and error[0] is None:
-            self.drafts.report()
+            self.drafts.end()
         super().__exit__(*error)
         # Releases the cache: if nobody else holds it, it need not be given back when the call ends.
-        self.arguments, self._dynamic = {}, None
+        self.arguments, self._dynamic, self.drafts = {}, None, None
         self.rollback.keep()
 
     @property
@@ -79,53 +83,117 @@ class TransformersDecodeStep(DecodeStep):
         """Whether the loop reads its end one step late; not if user code could notice the additional step."""
         checks = self.checks
         is_noticed = checks.processors_by_row or checks.arguments.streamer is not None or not checks.stops_by_row
-        return self.captures and needs_sync(self.model.device) and not is_noticed
+        return self.captures is not None and needs_sync(self.model.device) and not is_noticed
 
     def logits(self, input_ids: Tensor) -> Tensor:
         """Returns the logits `[rows, vocabulary_size]`, float32, of the token after input_ids `[rows, length]`."""
-        return self.next_logits(input_ids) if self.drafts is None else self.drafts.logits_sync(input_ids)
+        if self.drafts is None or self.steps == 0:
+            return self.next_logits(input_ids)
+        return self.drafts.logits_sync(input_ids)
 
     def next_logits(self, input_ids: Tensor) -> Tensor:
         """Returns the same from a forward of one token."""
         outputs = self.run(input_ids)
-        self.extend_arguments(outputs)
+        self._extend_arguments(outputs)
         return outputs.logits[:, -1].to(dtype=torch.float32, device=input_ids.device)
 
-    def extend_arguments(self, outputs: Any) -> None:
+    def _extend_arguments(self, outputs: Any) -> None:
         """Adds the column of the next token to the arguments."""
         self.arguments = self.model._update_model_kwargs_for_generation(
             outputs, self.arguments, is_encoder_decoder=self.model.config.is_encoder_decoder
         )
 
+    # What drafts ask, in addition to `outputs_of`.
+
+    def advance(self, outputs: Any) -> None:
+        """Counts a step whose logits were in the outputs of an earlier one."""
+        self.steps += 1
+        self.mode.advance()
+        self._extend_arguments(outputs)
+
+    def attempt(self, is_trial: bool) -> Rollback:
+        """Returns a context that drops the positions of a forward, even of one that failed in some layer.
+
+        is_trial: whether the forward may have changed more than the cache.
+        """
+        rollback = Rollback()
+        if (static := self.mode.cache) is not None:
+            rollback.callback(static.advance, 0)
+        else:
+            rollback.callback(setattr, self.mode, "ahead", 0)
+            rollback.callback(kv_layers.undo_of(self.arguments[CACHE]))
+        if is_trial:
+            rollback.callback(undo_of_tensors(self.model.modules()))
+            rollback.callback(undo_of_random_numbers(only_torch=True))
+        return rollback
+
+    def room(self, tokens: Tensor) -> int:
+        """Returns the most tokens per row that a forward may have now."""
+        left, room = self.max_length - tokens.shape[1], self.mode.room()
+        return left if room is None else min(left, room)
+
+    def path(self, size: int) -> str:
+        """Returns how a forward of `size` would run: "eager", "replay", or "static", without a replay."""
+        return self.mode.path(size)
+
+    def want(self, size: int) -> None:
+        """Notes that a graph of so many tokens would have been used."""
+        if isinstance(self.mode, StaticSteps):
+            self.mode.graph.wanted[size] += 1
+
+    def drop(self) -> None:
+        """Drops the positions of a forward that do not count."""
+        self.mode.drop(self)
+
+    def seconds(self) -> tuple[float, float]:
+        """Returns the seconds of a step that the host and the device take, see `CostModel.seconds_of_step`."""
+        return self.call.costs.seconds_of_step(size_of(self.model, self.checks.known_code), self.rows)
+
+    def reasons_against_drafts(self, tokens: Tensor) -> list[Reason]:
+        """Returns why this call has no drafts; called after the prefill."""
+        cache = cache_of(self)
+        length = 0 if cache is None else kv_layers.length_of(cache) or 0
+        return self.checks.drafts(length + self.max_length - tokens.shape[1])
+
+    def version(self) -> int:
+        """Returns a number that changes if user code changes weights in place."""
+        return sum(map(_version, self._tensors)) if self.runs_user_code else 0
+
+    @cached_property
+    def _tensors(self) -> list[Tensor]:
+        """The parameters, buffers and plain tensors of all modules that count changes in place."""
+        tensors = (tensor for module in self.model.modules() for tensor in _tensors_of(module))
+        return [tensor for tensor in tensors if not tensor.is_inference()]
+
+    # What the base class asks.
+
     def prefill(self, tokens: Tensor) -> Any:
         return self.model._prefill(tokens, self.generation_config, self.arguments, is_first_iteration=True)
 
-    def inputs(self, tokens: Tensor, view: Any, size: int = 1) -> dict[str, Any]:
+    def inputs(self, tokens: Tensor, graph: CapturedGraph | None, size: int = 1) -> dict[str, Any]:
         if size == 1:
-            return self._inputs_of_one(tokens, view)
-        count = size - 1
-        cache = None if self.graph is None else self.graph.cache
-        column = 0 if cache is None else cache.self_padding + cache.prompt_length + cache.generated_length + 1
-        return inputs_ahead(self._inputs_of_one(tokens[:, :-count], view), tokens[:, -count:], column)
+            return self._inputs_of_one(tokens, graph)
+        count, column = size - 1, 0
+        if graph is not None:
+            column = graph.cache.self_padding + graph.cache.prompt_length + graph.cache.generated_length + 1
+        return inputs_ahead(self._inputs_of_one(tokens[:, :-count], graph), tokens[:, -count:], column)
 
-    def _inputs_of_one(self, tokens: Tensor, view: Any) -> dict[str, Any]:
-        arguments = self.arguments if view is None else {**self.arguments, CACHE: view}
-        length = 1 if arguments["use_cache"] else None
-        is_cross = self.model.config.is_encoder_decoder
-        name = MASKS[is_cross]
-        masks = None if self.graph is None else self._masks.next(self.graph.cache)
+    def _inputs_of_one(self, tokens: Tensor, graph: CapturedGraph | None) -> dict[str, Any]:
+        length = 1 if self.arguments["use_cache"] else None
+        if graph is None:
+            return self.model.prepare_inputs_for_generation(tokens, next_sequence_length=length, **self.arguments)
+        arguments, is_cross = {**self.arguments, CACHE: graph.view}, self.model.config.is_encoder_decoder
+        name, masks = MASKS[is_cross], self._masks.next(graph.cache)
         if masks is not None:  # the library builds none then
-            arguments = {**arguments, name: tree_leaves(masks)[0]}
+            arguments[name] = tree_leaves(masks)[0]
         inputs = self.model.prepare_inputs_for_generation(tokens, next_sequence_length=length, **arguments)
-        if self.graph is None:
-            return inputs
         del inputs[CACHE]
-        if (padding := self.graph.cache.padding) and (masks is None or is_cross):
+        if (padding := graph.cache.padding) and (masks is None or is_cross):
             inputs = self._pad(inputs, padding)
         if masks is not None:
             inputs[name] = masks
         else:
-            self._masks.keep_sync(self.graph.cache, inputs.get(name))
+            self._masks.keep_sync(graph.cache, inputs.get(name))
         return inputs
 
     @staticmethod
@@ -138,18 +206,17 @@ class TransformersDecodeStep(DecodeStep):
         return outputs.logits
 
     @check(STEPS)
-    def content(self, left: int) -> KVContent:
+    def content(self, left: int) -> tuple[KVContent, Hashable]:
         if (cache := self.arguments.get(CACHE)) is None:
             raise LeaveAlone([Reason("NO_CACHE", "there is no cache")])
         self._dynamic = cache
         self._cache = ref(cache)  # later arguments hold a graph's view, which a step returns as its cache
-        self.variant = frozenset(name for name, value in self.arguments.items() if value is not None)
         content = kv_layers.content_of(cache, cache.get_seq_length() + left)
         leave_alone_for(self.checks.row_states({self.rows, self.call.inputs}))
-        return content
+        return content, frozenset(name for name, value in self.arguments.items() if value is not None)
 
     def view_of(self, static: StaticKVCache) -> Cache:
-        return kv_layers.view_of(self.arguments[CACHE] if self.graph is None else self.graph.view, static)
+        return kv_layers.view_of(self._dynamic, static)
 
     def use(self, static: StaticKVCache) -> None:
         self._masks.forget()
@@ -161,6 +228,9 @@ class TransformersDecodeStep(DecodeStep):
     def leave(self, static: StaticKVCache) -> None:
         kv_layers.give_back(self._cache)
         self.arguments[CACHE] = self._dynamic
+
+    def crop(self, count: int) -> None:
+        kv_layers.crop(self.arguments[CACHE], count)
 
     @property
     def attention(self) -> str | None:
@@ -175,7 +245,9 @@ class TransformersDecodeStep(DecodeStep):
     def runs_user_code(self) -> bool:
         arguments = self.checks.arguments
         streamers = [] if arguments.streamer is None else [arguments.streamer]
-        return is_user_code([*self.processors, *arguments.stopping_criteria, *streamers], self.known_code.packages)
+        return is_user_code(
+            [*self.processors, *arguments.stopping_criteria, *streamers], self.checks.known_code.packages
+        )
 
     @property
     def is_streamed(self) -> bool:
@@ -203,8 +275,8 @@ class TransformersDecodeStep(DecodeStep):
 
     def reorder(self, beam_idx: Tensor) -> None:
         """Continues row i with the keys of row `beam_idx[i]`. Raises ValueError if the library does."""
-        if self.graph is not None:
-            self.graph.cache.reorder(beam_idx)
+        if (static := self.mode.cache) is not None:
+            static.reorder(beam_idx)
             return
         name = next(filter(self.arguments.__contains__, compat.MOVED_CACHES), None)
         if name is None:
@@ -226,14 +298,14 @@ class TransformersDecodeStep(DecodeStep):
 
     def should_compact(self, leaving: int, steps_left: int) -> bool:
         """Whether `leaving` finished rows should leave the batch now; steps_left: the most steps that may follow."""
-        size = size_of(self.model, self.known_code)
+        size = size_of(self.model, self.checks.known_code)
         pays = self.call.costs.should_compact(size, leaving, self.rows, self.steps, steps_left)
         return bool(self.arguments.get("use_cache")) and pays and not self.compaction_reasons
 
     @cached_property
     def compaction_reasons(self) -> list[Reason]:
         """Returns why finished inputs must stay in the batch; empty if the others do not depend on them."""
-        cache_reasons = self._cache_reasons if self.graph is None else []
+        cache_reasons = self._cache_reasons if self.mode.cache is None else []
         reasons = self.checks.compaction(self.rows, self.rows_per_input, self.arguments, cache_reasons)
         self.call.report.add_reasons(COMPACTION, reasons)
         if not reasons:
@@ -323,6 +395,14 @@ class LateStopCheck:
 def needs_sync(device: torch.device) -> bool:
     """Whether reading a flag waits for the device."""
     return device.type != "cpu"
+
+
+_version = attrgetter("_version")  # counts changes in place
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    for values in (module._parameters, module._buffers, vars(module)):
+        yield from (value for value in values.values() if isinstance(value, Tensor))
 
 
 def _hidden_before(mask: Tensor, padding: int) -> Tensor:

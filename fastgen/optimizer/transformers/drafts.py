@@ -20,21 +20,18 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import Cache
 
-from fastgen.models.cache_names import CACHE, CACHE_NAMES
-from fastgen.optimizer.decoding.call import Rollback, undo_of_random_numbers, undo_of_tensors
-from fastgen.optimizer.decoding.cost_model import size_of
+from fastgen.models.cache_names import CACHE_NAMES
+from fastgen.optimizer.decoding.captures import policy_of_new_call
 from fastgen.optimizer.decoding.drafts import Drafts, Text
 from fastgen.optimizer.decoding.graphs import differs_sync
 from fastgen.optimizer.decoding.report import DRAFTS, MODEL_CHANGED, LeaveAlone, Reason, check
@@ -52,27 +49,40 @@ WITHOUT_COLUMNS = (*CACHE_NAMES, "encoder_outputs", "tokenizer")
 PLAIN_TYPES = (type(None), bool, str)
 
 
-@dataclass
-class DraftFacts:
-    """What is known of a model's forwards of several tokens, in calls of one kind (`DraftedSteps.facts`).
-
-    is_proven: whether one gave the logits of single steps. refused: why drafts are not checked any more. seconds: by
-    rows, tokens, and whether they were replays, the number of forwards and the shortest time.
-    """
-
-    is_proven: bool = False
-    refused: list[Reason] = field(default_factory=list)
-    seconds: defaultdict[tuple[int, int, bool], list[float]] = field(
-        default_factory=lambda: defaultdict(lambda: [0, math.inf])
-    )
-
-
 # MIN_MEASUREMENTS: fewer measured times are ignored. FAR_OFF: a measured time replaces an estimate that it exceeds by
 # this factor.
 MIN_MEASUREMENTS = 3
 FAR_OFF = 1.5
 
-_version = attrgetter("_version")  # counts changes in place
+
+@dataclass
+class DraftFacts:
+    """What is known of a model's forwards of several tokens, in calls of one kind (`facts_of`).
+
+    is_proven: whether one gave the logits of single steps. refused: why drafts are not checked any more. seconds: by
+    rows, tokens, and how they ran (`EagerSteps.path`), the number of forwards and the shortest time.
+    """
+
+    is_proven: bool = False
+    refused: list[Reason] = field(default_factory=list)
+    seconds: defaultdict[tuple[int, int, str], list[float]] = field(
+        default_factory=lambda: defaultdict(lambda: [0, math.inf])
+    )
+
+    def add_time(self, rows: int, size: int, path: str, seconds: float) -> None:
+        """Notes the time of a forward of `size` tokens per row."""
+        entry = self.seconds[rows, size, path]
+        entry[0], entry[1] = entry[0] + 1, min(entry[1], seconds)
+
+    def steps_of_forward(self, rows: int, size: int, path: str, estimated: float) -> float:
+        """Returns what a forward takes, in steps of one token: the estimate, or what was measured if that is far more.
+
+        With mixtures of experts, for example, more tokens read more experts.
+        """
+        (count, shortest), (singles, single) = self.seconds[rows, size, path], self.seconds[rows, 1, path]
+        is_far_off = min(count, singles) >= MIN_MEASUREMENTS and shortest > FAR_OFF * estimated * single
+        return shortest / single if is_far_off else estimated
+
 
 _facts: WeakKeyDictionary[Any, defaultdict[Any, DraftFacts]] = WeakKeyDictionary()
 _padding_of_modules: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
@@ -80,17 +90,16 @@ _padding_of_modules: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary(
 
 @dataclass
 class Checked:
-    """A draft and the logits of the forward that checked it.
+    """A draft and the outputs of the forward that checked it.
 
-    tokens: `[rows][size - 1]`. logits: `[rows, size, vocabulary_size]`. used: how many of these the loop has taken, or
-    compared in a trial. length: of the cache before the forward. versions: of the model's tensors after it.
+    tokens: `[rows][size - 1]`. logits: `[rows, size, vocabulary_size]`. version: the step's, after the forward. used:
+    how many of the logits the loop has taken, or compared in a trial.
     """
 
     tokens: list[list[int]]
     outputs: Any
     logits: Tensor
-    length: int
-    versions: int
+    version: int | None
     used: int = 0
 
     def follows(self, newest: list[int]) -> bool:
@@ -102,48 +111,32 @@ class Checked:
 class DraftedSteps:
     """Gives the logits of each step of a loop, some of them from the forward of an earlier step.
 
-    step: the `TransformersDecodeStep`. checked: the last draft, if its logits are not used up. trial: the draft that is
-    compared with single steps.
+    step: the `TransformersDecodeStep`, of which drafts only call methods: `outputs_of` a draft, then `advance` for each
+    token that the loop takes, and `drop`; `next_logits` of a single step. checked: the last draft, if its logits are
+    not used up. trial: the draft that is compared with single steps.
     """
 
     def __init__(self, step: Any, sources: list[list[int]]) -> None:
         self.step, self.sources = step, sources
+        self.call, self.model, self.policy = step.call, step.model, policy_of_new_call()
         self.drafts = Drafts([], self._cost, _padding_of(step))
         self.checked: Checked | None = None
         self.trial: Checked | None = None
         self.is_left_alone = False
         self._reasons: list[Reason] | None = None  # against drafts in this call, once there is one
         self._facts: dict[bool, DraftFacts] = {}  # by whether the cache is static
-        self._facts_of_model: defaultdict[Any, DraftFacts] = defaultdict(DraftFacts)
-        if step.call.costs.looks_back:
-            self._facts_of_model = _facts.setdefault(step.model, self._facts_of_model)
 
     @property
     def facts(self) -> DraftFacts:
         """What is known of forwards of this kind: with such arguments, and with a static cache or the loop's own."""
-        is_static = self.step.graph is not None
+        is_static = self.step.path(1) != "eager"
         if is_static not in self._facts:
-            self._facts[is_static] = self._facts_of_model[is_static, self._kind()]
+            of_model = self.policy.of_model(_facts, self.model, defaultdict(DraftFacts))
+            self._facts[is_static] = of_model[is_static, _kind_of_call(self.step)]
         return self._facts[is_static]
-
-    @property
-    def _cache(self) -> Cache | None:
-        """The cache of the loop, unless it is of a class that has no layers (XLNet returns tuples of tensors)."""
-        cache = kv_layers.cache_of(self.step.arguments)
-        return cache if isinstance(cache, Cache) else None
-
-    def _kind(self) -> tuple[Any, ...]:
-        """Returns what decides which code a step runs; called after the prefill, which fills the cache."""
-        model, arguments = self.step.model, self.step.arguments
-        kinds = frozenset((name, _kind_of(value)) for name, value in arguments.items() if value is not None)
-        layers = () if self._cache is None else tuple(map(type, kv_layers.layers_of(self._cache)))
-        return type(model), model.dtype, self.step.attention, kinds, layers
 
     def logits_sync(self, input_ids: Tensor) -> Tensor:
         """Returns the logits `[rows, vocabulary_size]`, float32, of the token after input_ids `[rows, length]`."""
-        step = self.step
-        if step.steps == 0:
-            return step.next_logits(input_ids)
         newest, checked, tokens = self._read_sync(input_ids), self.checked, []
         follows = checked is not None and checked.follows(newest)
         if not follows:
@@ -152,7 +145,7 @@ class DraftedSteps:
                 self.trial = None
             if self.trial is None:
                 tokens = self._propose(input_ids)
-        if step.runs_user_code and (follows or tokens or self.trial is not None) and self._is_outdated():
+        if (follows or tokens or self.trial is not None) and self._is_outdated():
             self.settle()
             self.trial, follows, tokens = None, False, []
         if checked is not None and follows:
@@ -170,22 +163,13 @@ class DraftedSteps:
             self._leave_alone([MODEL_CHANGED])
             return True
         ahead = self.checked or self.trial
-        return ahead is not None and ahead.versions != self._versions()
-
-    def _versions(self) -> int:
-        return sum(map(_version, self._tensors))
-
-    @cached_property
-    def _tensors(self) -> list[Tensor]:
-        """The parameters, buffers and plain tensors of all modules that count changes in place."""
-        tensors = (tensor for module in self.step.model.modules() for tensor in _tensors_of(module))
-        return [tensor for tensor in tensors if not tensor.is_inference()]
+        return ahead is not None and ahead.version != self.step.version()
 
     def settle(self) -> None:
         """Drops positions of the cache whose tokens the loop has not taken."""
-        checked, self.checked = self.checked, None
-        if checked is not None and self.step.graph is None:
-            kv_layers.crop(self.step.arguments[CACHE], checked.length + checked.used)
+        if self.checked is not None:
+            self.step.drop()
+        self.checked = None
 
     def compact(self, rows: list[int]) -> None:
         """Keeps these rows only."""
@@ -193,10 +177,10 @@ class DraftedSteps:
         self.trial = None
         self.drafts.compact(rows)
 
-    def report(self) -> None:
-        """Adds to the call's report what was drafted."""
+    def end(self) -> None:
+        """Drops what was not taken, and adds to the call's report what was drafted."""
         self.settle()
-        report, drafts = self.step.call.report, self.drafts
+        report, drafts = self.call.report, self.drafts
         report.drafted, report.accepted = report.drafted + drafts.drafted, report.accepted + drafts.accepted
         report.steps_saved += drafts.saved
 
@@ -211,67 +195,48 @@ class DraftedSteps:
         return newest
 
     def _cost(self, rows: int, size: int) -> float:
-        """Returns what a forward of so many tokens per row takes, in steps of one token.
-
-        The cost is estimated, so that equal runs decide equally. Measured times replace an estimate that is far too
-        low, as with mixtures of experts, where more tokens read more experts.
-        """
-        costs, seconds, is_replay = self.step.call.costs, self.facts.seconds, self.step.graph is not None
-        (count, shortest), (singles, single) = seconds[rows, size, is_replay], seconds[rows, 1, is_replay]
-        estimated = costs.steps_of_forward(rows * size)
-        is_measured = min(count, singles) >= MIN_MEASUREMENTS and costs.looks_back
-        is_far_off = is_measured and shortest > FAR_OFF * estimated * single
-        return shortest / single if is_far_off else estimated
+        """Returns what a forward of so many tokens per row takes, in steps of one token, if both run alike."""
+        estimated = self.call.costs.steps_of_forward(rows * size)
+        if not self.policy.measures:
+            return estimated
+        path = "eager" if self.step.path(1) == "eager" else "replay"
+        return self.facts.steps_of_forward(rows, size, path, estimated)
 
     def _overhead(self, size: int) -> float:
         """Returns the time of a forward by that of its replay, as steps of one token are; 1 if it is replayed."""
-        step = self.step
-        if step.replays_ahead(size):
+        if self.step.path(size) == "replay":
             return 1.0
-        host, computed = step.call.costs.seconds_of_step(size_of(step.model, step.known_code), step.rows)
+        host, computed = self.step.seconds()
         return 1 + host / computed
 
     def _propose(self, input_ids: Tensor) -> list[list[int]]:
         """Returns the draft of each row to be checked now; empty if there is none, or it is not worthwhile."""
-        step, left = self.step, self.step.max_length - input_ids.shape[1]
+        step = self.step
         if self.is_left_alone:
             return []
-        if (graph := step.graph) is not None:
-            left = min(left, graph.cache.capacity - graph.cache.generated_length)
-        tokens = self.drafts.propose(left)
-        if tokens and graph is not None and not step.replays_ahead(size := len(tokens[0]) + 1):
-            graph.wanted[size] += 1
-            tokens = self.drafts.propose(left, self._overhead)
+        room = step.room(input_ids)
+        tokens = self.drafts.propose(room)
+        if tokens and step.path(size := len(tokens[0]) + 1) == "static":
+            step.want(size)
+            tokens = self.drafts.propose(room, self._overhead)
         if not tokens:
             return []
         if self._reasons is None:
-            length = 0 if self._cache is None else kv_layers.length_of(self._cache) or 0
-            self._reasons = step.checks.drafts(length + step.max_length - input_ids.shape[1])
+            self._reasons = step.reasons_against_drafts(input_ids)
         if reasons := self.facts.refused or self._reasons:
             self._leave_alone(reasons)
         return [] if reasons else tokens
 
     def _forward(self, input_ids: Tensor, tokens: list[list[int]], is_trial: bool = False) -> Checked:
         size = len(tokens[0]) + 1
-        length = self.step.arguments[CACHE].get_seq_length()
         drafted = torch.tensor(tokens, dtype=input_ids.dtype, device=input_ids.device)
-        outputs = self._timed(size, self.step.run_ahead, torch.cat([input_ids, drafted], dim=1), size, is_trial)
-        versions = self._versions() if self.step.runs_user_code else 0
-        return Checked(tokens, outputs, outputs.logits, int(length), versions)
-
-    def _rollback(self) -> Rollback:
-        """Returns a context that drops the positions of a forward, even of one that failed in some layer."""
-        rollback = Rollback()
-        if (graph := self.step.graph) is not None:
-            rollback.callback(graph.cache.advance, 0)
-        else:
-            rollback.callback(kv_layers.undo_of(self.step.arguments[CACHE]))
-        return rollback
+        outputs = self._timed(size, self.step.outputs_of, torch.cat([input_ids, drafted], dim=1), size, is_trial)
+        return Checked(tokens, outputs, outputs.logits, self.step.version())
 
     def _check(self, input_ids: Tensor, tokens: list[list[int]]) -> Checked | None:
         """Runs a forward with a draft; returns None if it failed: then single steps go on."""
         try:
-            with self._rollback() as rollback:
+            with self.step.attempt(is_trial=False) as rollback:
                 self.checked = self._forward(input_ids, tokens)
                 rollback.keep()
         except LeaveAlone as left_alone:
@@ -284,14 +249,11 @@ class DraftedSteps:
 
     def _take(self, checked: Checked) -> Tensor:
         """Returns the next logits of the last forward with a draft, and counts the step."""
-        step, drafts = self.step, self.drafts
-        if step.graph is not None:
-            step.graph.cache.advance()
-        step.steps += 1
-        step.extend_arguments(checked.outputs)
+        self.step.advance(checked.outputs)
         logits = checked.logits[:, checked.used]
-        drafts.saved += checked.used > 0
-        drafts.accepted += len(logits) * (checked.used > 0)
+        if checked.used > 0:
+            self.drafts.saved += 1
+            self.drafts.accepted += len(logits)
         checked.used += 1
         return logits.to(dtype=torch.float32)
 
@@ -309,9 +271,7 @@ class DraftedSteps:
     def _try(self, input_ids: Tensor, tokens: list[list[int]]) -> None:
         """Runs a forward with a draft, whose logits are then compared with those of single steps."""
         try:
-            with self._rollback() as rollback:
-                rollback.callback(undo_of_tensors(self.step.model.modules()))
-                rollback.callback(undo_of_random_numbers(only_torch=True))
+            with self.step.attempt(is_trial=True):
                 trial = self._forward(input_ids, tokens, is_trial=True)
         except LeaveAlone as left_alone:
             self._leave_alone(left_alone.reasons)
@@ -330,22 +290,18 @@ class DraftedSteps:
         self._leave_alone(self.facts.refused)
 
     def _refusal(self, text: str) -> Reason:
-        return Reason("DRAFTS_REFUSED", f"{type(self.step.model).__name__}: {text}")
+        return Reason("DRAFTS_REFUSED", f"{type(self.model).__name__}: {text}")
 
     def _leave_alone(self, reasons: Sequence[Reason]) -> None:
         """Checks no more drafts in this call."""
         self.is_left_alone = True
-        self.step.call.report.add_reasons(DRAFTS, reasons)
+        self.call.report.add_reasons(DRAFTS, reasons)
 
     def _timed(self, size: int, run: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs a forward of so many tokens per row and notes its time, unless it is eager beside replays."""
-        step, started = self.step, time.perf_counter()
-        is_replay = step.replays_ahead(size)
-        counts = is_replay or step.graph is None
+        """Runs a forward of so many tokens per row and notes its time."""
+        path, facts, started = self.step.path(size), self.facts, time.perf_counter()
         result = run(*arguments)
-        if counts:
-            entry = self.facts.seconds[step.rows, size, is_replay]
-            entry[0], entry[1] = entry[0] + 1, min(entry[1], time.perf_counter() - started)
+        facts.add_time(len(self.drafts.texts), size, path, time.perf_counter() - started)
         return result
 
 
@@ -387,6 +343,20 @@ def _mask_ahead(mask: Tensor, count: int, column: int) -> Tensor:
     return masks
 
 
+def cache_of(step: Any) -> Cache | None:
+    """Returns the cache of the loop, unless it is of a class that has no layers (XLNet returns tuples of tensors)."""
+    cache = kv_layers.cache_of(step.arguments)
+    return cache if isinstance(cache, Cache) else None
+
+
+def _kind_of_call(step: Any) -> tuple[Any, ...]:
+    """Returns what decides which code a step runs; called after the prefill, which fills the cache."""
+    kinds = frozenset((name, _kind_of(value)) for name, value in step.arguments.items() if value is not None)
+    cache = cache_of(step)
+    layers = () if cache is None else tuple(map(type, kv_layers.layers_of(cache)))
+    return type(step.model), step.model.dtype, step.attention, kinds, layers
+
+
 def _kind_of(value: Any) -> Any:
     """Returns what code may ask of an argument before it reads numbers: a flag, or a tensor's dtype and dimensions."""
     if isinstance(value, Tensor):
@@ -403,8 +373,3 @@ def _padding_of(step: Any) -> frozenset[int]:
     configs = step.generation_config, model.config.get_text_config(decoder=True)
     tokens = (getattr(config, "pad_token_id", None) for config in configs)  # some configurations do not have one
     return _padding_of_modules[model].union(token for token in tokens if isinstance(token, int))
-
-
-def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    for values in (module._parameters, module._buffers, vars(module)):
-        yield from (value for value in values.values() if isinstance(value, Tensor))

@@ -330,11 +330,11 @@ def adopted_by(cache: Cache) -> list[Any]:
     return list({id(layer.kv): layer.kv for layer in layers_of(cache) if isinstance(layer, KVLayer)}.values())
 
 
-def crop(cache: Cache, length: int) -> None:
-    """Drops the positions of self-attention after the first `length`."""
+def crop(cache: Cache, count: int) -> None:
+    """Drops the last `count` positions of self-attention."""
     for layer in parts(cache)[0].layers:
-        if (surplus := layer.get_seq_length() - length) > 0:
-            layer.crop(-surplus)
+        if layer.get_seq_length() > 0:  # layers that read another one's keys have none
+            layer.crop(-count)
 
 
 @check(report.PREFIX, report.STEPS, report.DRAFTS)

@@ -20,8 +20,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from fastgen.config import CONFIG
 from fastgen.ops.probes import probe
+from fastgen.optimizer.decoding.captures import can_capture, unwanted_reasons
 from fastgen.optimizer.decoding.cost_model import size_of
-from fastgen.optimizer.decoding.graphs import can_capture, unwanted_reasons
 from fastgen.optimizer.decoding.report import DRAFTS, LOOP, STEPS, Reason
 from fastgen.optimizer.transformers import compat
 from fastgen.optimizer.transformers.call import drop_unused_outputs

@@ -13,9 +13,10 @@ from reports import capturing, replays
 from tiny_models import padded, tiny
 from torch import nn
 
-from fastgen.optimizer.decoding import graphs
+from fastgen.optimizer.decoding import captures, graphs
 from fastgen.optimizer.decoding.call import generate_call
-from fastgen.optimizer.decoding.graphs import CapturedGraph, CpuCapture, CudaCapture, GraphCache, GraphState
+from fastgen.optimizer.decoding.captures import GraphCache
+from fastgen.optimizer.decoding.graphs import CapturedGraph, CpuCapture, CudaCapture, GraphState
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.static_kv_cache import StaticKVCache, capacity_for
 from fastgen.optimizer.transformers.checks import KNOWN
@@ -135,9 +136,9 @@ def test_logits_that_a_model_rules_out_hide_no_differences():
 
 
 def test_steps_are_captured_on_the_default_stream_of_a_gpu(monkeypatch):
-    monkeypatch.setattr(graphs, "graphs_of", lambda *models: SimpleNamespace(refused=[]))
+    monkeypatch.setattr(captures, "graphs_of", lambda *models: SimpleNamespace(refused=[]))
     weight = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, is_cpu=False, is_cuda=False)
-    monkeypatch.setattr(graphs, "first_weight", lambda decoder: weight)
+    monkeypatch.setattr(captures, "first_weight", lambda decoder: weight)
     streams = {"off": 0, "auto": 0, "on": 0, "another": 7}
     expected = {"off": {"CAPTURE_OFF"}, "auto": set(), "on": set(), "another": {"CUDA_STREAM"}}
     for case, codes in expected.items():
@@ -146,7 +147,7 @@ def test_steps_are_captured_on_the_default_stream_of_a_gpu(monkeypatch):
         with capturing("on" if case == "another" else case), generate_call("test") as call:
             model = nn.Module()
             checks = SimpleNamespace(call=call, model=model, decoder=model, known_code=KNOWN, capture=[], rows=[])
-            assert graphs.can_capture(checks, 1, 40) is (not codes)
+            assert captures.can_capture(checks, 1, 40) is (not codes)
         assert call.report.codes() == codes
 
 
@@ -155,9 +156,9 @@ def test_no_two_live_captures_share_a_stream(monkeypatch):
     numbers = iter([1, 1, 2, 1, 2, 3, 1, 2])
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: SimpleNamespace(cuda_stream=next(numbers)))
     monkeypatch.setattr(graphs, "_captures", weakref.WeakSet())
-    captures = [CudaCapture(torch.device("cuda")) for _ in range(3)]
-    assert [capture.stream.cuda_stream for capture in captures] == [1, 2, 3]
-    del captures[1]
+    alive = [CudaCapture(torch.device("cuda")) for _ in range(3)]
+    assert [capture.stream.cuda_stream for capture in alive] == [1, 2, 3]
+    del alive[1]
     assert CudaCapture(torch.device("cuda")).stream.cuda_stream == 2
 
 
@@ -168,8 +169,8 @@ BEAMS = {"num_beams": 4, "max_new_tokens": 14}
 GREEDY = {"max_new_tokens": 14, "do_sample": False}
 
 
-@pytest.fixture
-def captures():
+@pytest.fixture(name="captures")
+def captures_small_steps():
     if not LAYERS_ARE_KNOWN:
         pytest.skip("nothing is captured with the static caches of this transformers")
     with capturing():

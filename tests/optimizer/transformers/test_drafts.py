@@ -1,7 +1,6 @@
 """Steps that check several tokens: the answer, the random numbers and what user code sees stay those of the library."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,6 @@ from transformers import LogitsProcessor
 
 import fastgen
 from fastgen.models.cache_names import CACHE
-from fastgen.optimizer.decoding import cost_model
 from fastgen.optimizer.decoding.cost_model import CPU_CAPTURES
 from fastgen.optimizer.decoding.report import DRAFTS, Report
 from fastgen.optimizer.decoding.static_kv_cache import MOST_TOKENS, KVContent, StaticKVCache
@@ -49,7 +47,6 @@ def forgets_models(monkeypatch):
     """Lets no test depend on what another has proven, on times, or on the size of a model."""
     drafts._facts.clear()
     monkeypatch.setattr(drafts.DraftedSteps, "_cost", lambda self, rows, size: 1.0)
-    monkeypatch.setattr(cost_model, "REPEATABLE", replace(cost_model.REPEATABLE, min_computed=0.0))
     with costs(min_computed=0.0):
         yield
 
@@ -269,13 +266,13 @@ def test_forwards_far_slower_than_estimated_are_measured(cuda_graphs, monkeypatc
         assert forced(model, inputs).drafted, "slow forwards without a replay say nothing of replays"
 
 
-def times(eager: float, replayed: float) -> dict[tuple[int, int, bool], tuple[float, float]]:
+def times(eager: float, replayed: float) -> dict[tuple[int, int, str], tuple[float, float]]:
     """Returns measured times of forwards of several tokens, in steps of one token."""
-    kinds = (False, eager), (True, replayed)
+    kinds = ("eager", eager), ("replay", replayed)
     return {
-        (1, size, is_replay): (drafts.MIN_MEASUREMENTS, seconds if size > 1 else 1.0)
+        (1, size, path): (drafts.MIN_MEASUREMENTS, seconds if size > 1 else 1.0)
         for size in range(1, MOST_TOKENS + 1)
-        for is_replay, seconds in kinds
+        for path, seconds in kinds
     }
 
 

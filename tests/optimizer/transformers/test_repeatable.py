@@ -9,7 +9,7 @@ from tiny_models import padded, tiny
 
 import fastgen
 from fastgen.ops.tracing import Diverged
-from fastgen.optimizer.decoding.decode_step import CannotPad
+from fastgen.optimizer.decoding.captures import CannotPad
 from fastgen.optimizer.transformers.call import SEQUENCES_SCORES, only_outputs
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
 from fastgen.testing import broken, captured_graphs, configured, replaced
@@ -87,7 +87,7 @@ def diverge(model: torch.nn.Module) -> None:
     """Makes the next call replay a step that diverges."""
     beams(model)
     (graph,) = captured_graphs(model).values()
-    graph._replay = mock.Mock(side_effect=Diverged("a scalar has changed"))
+    graph._replay.run = mock.Mock(side_effect=Diverged("a scalar has changed"))
 
 
 @pytest.mark.usefixtures("repeatable", "share_always")

@@ -1,0 +1,394 @@
+"""When the steps of a loop are captured, and which captures of earlier calls are used.
+
+    Captures          of one loop: begins to capture, and holds the graphs meanwhile
+      ├─ LooksBack        what earlier calls of the model decide; `Repeatable`, if FASTGEN_REPEATABLE=1: nothing
+      └─ GraphCache       of the model: its captured steps between two calls, and what calls have found out
+
+Each call runs one forward eagerly, and compares its logits with the graph's for the same tokens before it trusts a
+replay. If that was a forward of several tokens, the first replay of a single step is compared as well. This module
+knows no host library.
+
+Tests: tests/optimizer/decoding/test_graphs.py, tests/optimizer/transformers/test_captured_steps.py,
+tests/optimizer/transformers/test_repeatable.py
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Hashable
+from operator import attrgetter
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+
+from fastgen.config import CONFIG
+from fastgen.ops.tracing import NotRepeatable, is_transformed, is_watched
+from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.cost_model import first_weight, size_of
+from fastgen.optimizer.decoding.graphs import (
+    EXPECTED,
+    CapturedGraph,
+    CpuCapture,
+    CudaCapture,
+    GraphState,
+    differs_sync,
+    reason_of,
+    torch_settings,
+)
+from fastgen.optimizer.decoding.report import MODES, STEPS, LeaveAlone, Reason, check, leave_alone_for, that_hold
+from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
+from fastgen.patching import warn
+from fastgen.reasons import counted
+
+# The most graphs of one model between two calls, and the most bytes of all together: less on a CPU, whose memory
+# programs need for themselves.
+MOST_GRAPHS = 16
+MOST_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
+
+Kept = TypeVar("Kept")
+
+_nbytes = attrgetter("nbytes")
+
+
+class CannotPad(Exception):
+    """No mask among the inputs can hide the padding of a cache."""
+
+
+class GraphCache:
+    """The captured steps of one model in one dtype on one device; the least recently used is dropped first.
+
+    It decides nothing either. A call that holds `in_use` takes graphs out of `entries` and puts them back, so that
+    calls with the same shapes take turns. refused: why no more graphs are captured. has_exact_lengths: whether prompts
+    are never padded to a common length: on a CPU in half precision, masked padding could change which of two close
+    logits is larger. steps_without: for each number of rows, the steps of earlier calls that had too few for a graph.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype, self.most_bytes = device, dtype, MOST_BYTES[device.type]
+        self.capture = CudaCapture(device) if device.type == "cuda" else CpuCapture()
+        self.in_use = threading.Lock()
+        self.refused: list[Reason] = []
+        self.has_exact_lengths = device.type == "cpu" and dtype not in (torch.float32, torch.float64)
+        self.steps_without: Counter[int] = Counter()
+        self.entries: OrderedDict[Hashable, CapturedGraph] = OrderedDict()  # the latest last
+        self._state: Any = None
+
+    def set_state(self, state: Any) -> None:
+        """Drops graphs that were captured in another state of the model."""
+        if state is not self._state:
+            self.entries.clear()
+            self._state = state
+
+    def key_of(self, content: KVContent, most: int, exact_lengths: bool, variant: Hashable) -> tuple[Any, ...]:
+        """Returns the key of a step with `most` positions per row; its last item is the spec of the cache."""
+        return variant, torch_settings(), content.spec(most, exact_lengths or self.has_exact_lengths)
+
+    @property
+    def most_bytes_of_call(self) -> int:
+        """The most bytes of a static cache: half of the free memory, because filling it copies the content."""
+        if self.device.type != "cuda":
+            return self.most_bytes
+        free, _ = torch.cuda.mem_get_info(self.device)
+        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return int(free + unused) // 2
+
+    def put(self, key: Hashable, graph: CapturedGraph) -> None:
+        """Stores a graph for other calls; drops the least recently used ones if there are too many."""
+        if graph.is_captured and graph.nbytes <= self.most_bytes:
+            graph.end_call()
+            self.entries[key] = graph
+        while len(self.entries) > MOST_GRAPHS or sum(map(_nbytes, self.entries.values())) > self.most_bytes:
+            self.entries.popitem(last=False)
+
+
+_graph_caches: WeakKeyDictionary[nn.Module, GraphCache] = WeakKeyDictionary()
+
+
+def graphs_of(model: nn.Module, weight: Tensor) -> GraphCache:
+    """Returns a model's graph cache; drops graphs captured with another dtype or device, which would hold old weights.
+
+    weight: any weight that a step reads.
+    """
+    cache = _graph_caches.get(model)
+    if cache is None or (cache.device, cache.dtype) != (weight.device, weight.dtype):
+        cache = _graph_caches[model] = GraphCache(weight.device, weight.dtype)
+    return cache
+
+
+class Repeatable:
+    """What earlier calls of a model decide in a new one: nothing, but their graphs save captures.
+
+    The path of a step (the loop's cache or a static one, the forward or a replay) determines its last bits. So a call
+    takes the path that it would take as the first one. measures: whether measured times decide, too.
+    """
+
+    measures = False
+
+    def uses(self, now: int, earlier: int) -> int:
+        """Returns the uses of a new graph: those of this call, and those that earlier calls would have had for one."""
+        return now
+
+    def may_reuse(self, graphs: GraphCache) -> bool:
+        """Whether a call may use graphs before it would have captured them itself."""
+        return False
+
+    def take(self, graph: CapturedGraph) -> None:
+        """Called with the graph of an earlier call that the loop is about to fill."""
+        graph.forget_sizes()
+
+    def replays(self, graph: CapturedGraph) -> bool:
+        """Whether the next step is this graph's replay, unless the graph was dropped."""
+        return graph.state is not GraphState.NEW and graph.is_used
+
+    def is_trusted(self, state: GraphState) -> bool:
+        """Whether a graph in this state was right in an earlier call."""
+        return False
+
+    def is_lasting(self, cause: Exception | str) -> bool:
+        """Whether what this call has found out counts for later ones."""
+        return isinstance(cause, NotRepeatable)  # the model's code causes it
+
+    def of_model(self, store: WeakKeyDictionary[Any, Kept], model: nn.Module, new: Kept) -> Kept:
+        """Returns what the store keeps of the model; `new` if that is nothing, or must not be used."""
+        return new
+
+
+class LooksBack(Repeatable):
+    """Graphs of earlier calls are used at once, and a graph that many short calls would have used is captured."""
+
+    measures = True
+
+    def uses(self, now: int, earlier: int) -> int:
+        return now + earlier
+
+    def may_reuse(self, graphs: GraphCache) -> bool:
+        return bool(graphs.entries)
+
+    def take(self, graph: CapturedGraph) -> None:
+        pass
+
+    def replays(self, graph: CapturedGraph) -> bool:
+        return graph.state is not GraphState.NEW
+
+    def is_trusted(self, state: GraphState) -> bool:
+        return state is GraphState.PROVEN
+
+    def is_lasting(self, cause: Exception | str) -> bool:
+        return True
+
+    def of_model(self, store: WeakKeyDictionary[Any, Kept], model: nn.Module, new: Kept) -> Kept:
+        return store.setdefault(model, new)
+
+
+def policy_of_new_call() -> Repeatable:
+    """Returns the policy of a new call, by FASTGEN_REPEATABLE."""
+    return Repeatable() if CONFIG.repeatable else LooksBack()
+
+
+class Captures:
+    """The captures of one loop, a `DecodeStep`: begins them, and holds the model's graphs until the loop ends.
+
+    forwards: their number since the prefill or the last compaction. most: the most positions that a row can generate.
+    """
+
+    def __init__(self, loop: Any) -> None:
+        self.loop = loop
+        self.call: GenerateCall = loop.call
+        self.policy = policy_of_new_call()
+        self.graphs = graphs_of(loop.model, first_weight(loop.checks.decoder))
+        self.most = 0
+        self._is_held = False  # True: this call alone may use the graphs
+        self._has_exact_lengths = False  # True: this call's inputs cannot be padded
+        self._variant: Hashable = None  # what else the key of a graph contains
+        self.restart()
+
+    def restart(self) -> None:
+        """Counts forwards anew: the rows have changed."""
+        self.forwards, self._next_attempt = 0, 1.0
+
+    def refuse(self, cause: Exception | str, warns: bool = True) -> None:
+        """Stops capturing this model's steps; warns unless the cause is expected, or user code's."""
+        loop = self.loop
+        self.graphs.entries.clear()
+        refused = self.graphs.refused = [reason_of(cause, loop.model)]
+        if not self.policy.is_lasting(cause):
+            self.call.on_exit.callback(refused.clear)
+        is_unchanged = self.call.facts_of(loop.model, loop.checks.known_code).guards.check() is None
+        if warns and not isinstance(cause, EXPECTED) and is_unchanged:
+            warn(f"fastgen does not capture the decode steps of a model: {refused[0]}")
+
+    # When captures begin.
+
+    def wants_new(self, left: int) -> bool:
+        """Whether a new graph is worthwhile for at most `left` further steps: not early, as many calls end early."""
+        if not self._is_late:
+            return False
+        size = size_of(self.loop.checks.decoder, self.loop.checks.known_code)
+        rows: int = self.loop.rows
+        return self.call.costs.should_capture(size, rows, left, is_captured=False, device=self.graphs.device)
+
+    @property
+    def _is_late(self) -> bool:
+        return self.forwards >= self.call.costs.captures(self.graphs.device).before
+
+    def begin(self, tokens: Tensor, outputs: Any, size: int) -> CapturedGraph | None:
+        """Returns a graph that has repeated the last forward, if steps are captured from the next one on.
+
+        The loop's own cache is left as it is. It is tried twice: after the first forward, for graphs of earlier calls,
+        and once a new graph would be worthwhile. outputs, size: of the last forward, and the number of its tokens per
+        row.
+        """
+        if self.forwards < self._next_attempt:
+            return None
+        is_late, loop, graphs = self._is_late, self.loop, self.graphs
+        self._next_attempt = math.inf if is_late else self.call.costs.captures(graphs.device).before
+        left = loop.max_length - tokens.shape[1]
+        graph, reasons = None, graphs.refused or ([] if self.call.change_of(loop.model) is None else loop.checks.rows)
+        if reasons:
+            self._next_attempt = math.inf
+        elif (wants_new := self._wants_first(left)) or self.policy.may_reuse(graphs):
+            try:
+                graph = self._first_graph(tokens, loop.logits_of(outputs), size, left, wants_new)
+            except LeaveAlone as left_alone:
+                reasons = [*left_alone.reasons]
+            except Exception as error:  # the loop's own cache is unchanged
+                self.refuse(error, warns=False)
+                reasons = graphs.refused
+            if graph is None:
+                self.release()
+        elif is_late:
+            reasons = [Reason("NOT_WORTH_CAPTURING", f"at most {counted(left, 'step')} left to replay")]
+        self.call.report.add_reasons(STEPS, reasons)
+        return graph
+
+    def _wants_first(self, left: int) -> bool:
+        """Whether a new graph is worthwhile for `left` steps and those of earlier calls; if not, these count later."""
+        without, rows = self.graphs.steps_without, self.loop.rows
+        wants_new = self.wants_new(self.policy.uses(left, without[rows]))
+        if self._is_late and not wants_new:
+            without[rows] += left
+        return wants_new
+
+    @check(STEPS)
+    def _first_graph(
+        self, tokens: Tensor, expected: Tensor, size: int, left: int, wants_new: bool
+    ) -> CapturedGraph | None:
+        """Takes or creates a graph and repeats the forward that gave the logits `expected`. Raises LeaveAlone.
+
+        Returns None if there is no graph and a new one is not wanted, or if it was just dropped.
+        """
+        loop, graphs = self.loop, self.graphs
+        content, self._variant = loop.content(left)
+        if content.nbytes > (most_bytes := graphs.most_bytes_of_call):
+            raise LeaveAlone([Reason("KV_CACHE_TOO_LARGE", f"keys and values of more than {most_bytes >> 20} MB")])
+        self._is_held = self._is_held or graphs.in_use.acquire(blocking=False)
+        if not self._is_held:
+            raise LeaveAlone([Reason("GRAPHS_IN_USE", "another call uses the model's captured steps")])
+        self.most = content.generated_length + left - 1  # the last token needs no keys
+        content = content.without_last(size)
+        if wants_new or self._key_of(content) in graphs.entries:  # otherwise the model need not be checked
+            graphs.set_state(self.call.facts_of(loop.model, loop.checks.known_code))
+        if not wants_new and self._key_of(content) not in graphs.entries:
+            return None
+        graph = self.graph_of(content)
+        try:
+            inputs = loop.inputs(tokens, graph, size)
+        except CannotPad as error:
+            self._has_exact_lengths = True
+            graphs.has_exact_lengths |= self.policy.is_lasting(error)
+            graph = self.graph_of(content)
+            inputs = loop.inputs(tokens, graph, size)
+        step = graph.of_size(size)
+        replays = self.replays(graph, size) or (size == 1 and wants_new)
+        outputs = step.run(inputs, self) if replays else graph.function(inputs)
+        if differs_sync(loop.logits_of(outputs), expected):
+            self.refuse("logits with static buffers differ from eager")
+        leave_alone_for(graphs.refused)
+        if step.state is GraphState.DROPPED:
+            return None
+        if size > 1 and graph.state is GraphState.PROVEN:  # not in this call
+            graph.state = GraphState.CAPTURED
+        return graph
+
+    def replays(self, graph: CapturedGraph, size: int) -> bool:
+        """Whether the next forward of so many tokens is a replay, or captured because its uses are worth it."""
+        if self.policy.replays(graph.of_size(size)):
+            return True
+        left = (self.most - graph.cache.generated_length) // size
+        return self.wants_new(self.policy.uses(left, graph.wanted[size]))
+
+    # The graphs of the loop.
+
+    def graph_of(self, content: KVContent) -> CapturedGraph:
+        """Returns a graph whose larger static cache has this content."""
+        loop, key = self.loop, self._key_of(content)
+        graph = self.graphs.entries.pop(key, None)
+        if graph is None:
+            static = StaticKVCache(key[-1], loop.rows_per_input > 1 and loop.attends_in_segments)
+            view, model, forward = loop.view_of(static), ref(loop.model), type(loop).forward
+            graph = CapturedGraph(lambda inputs: forward(model(), inputs, view), static, view, key)
+        else:
+            self.policy.take(graph)
+        graph.begin(content)
+        return graph
+
+    def _key_of(self, content: KVContent) -> tuple[Any, ...]:
+        return self.graphs.key_of(content, self.most, self._has_exact_lengths, self._variant)
+
+    def release(self, drops: bool = False) -> None:
+        """Ends the call's use of the graphs, so that other calls may use them. drops: whether their memory is freed."""
+        if self._is_held:
+            if drops:
+                self.graphs.entries.clear()
+            self.graphs.in_use.release()
+            self._is_held = False
+
+
+@check(STEPS)
+def unwanted_reasons(call: GenerateCall, device: torch.device, steps: int) -> list[Reason]:
+    """Returns why so many steps are not captured, whatever the model; empty if they may be."""
+    if CONFIG.cuda_graphs == "off":
+        return [Reason("CAPTURE_OFF", "FASTGEN_CUDA_GRAPHS=off")]
+    if device.type not in ("cuda", "cpu"):
+        return [Reason("DEVICE", f"the model is on {device.type} (supported: cuda, cpu)")]
+    least = call.costs.captures(device).least
+    if steps < least:
+        return [Reason("FEW_STEPS", f"the call has fewer than {least} steps", f"at most {max(steps, 0)}")]
+    if torch.is_autocast_enabled(device.type):
+        return [Reason("AUTOCAST", "autocast keeps copies of weights that a capture would outlive")]
+    if is_transformed() or is_watched():
+        return [Reason("TORCH_MODE", MODES)]
+    if device.type == "cuda" and torch.cuda.current_stream(device).cuda_stream:
+        return [Reason("CUDA_STREAM", "user code computes on a stream other than the default")]
+    return []
+
+
+@check(STEPS)
+def can_capture(checks: Any, rows: int, steps: int) -> bool:
+    """Whether to try capturing a loop of at most so many steps of so many rows; adds to the report why not.
+
+    checks: the host's `CallChecks`. Cheap checks come first, those that look at all modules last: `capture` checks the
+    call's arguments, `rows` the model's code. checks.decoder: the model, or the part that a step calls.
+    """
+    call, decoder = checks.call, checks.decoder
+    if (weight := first_weight(decoder)) is None:  # it computes nothing
+        return False
+    device, size = weight.device, size_of(decoder, checks.known_code)
+    reasons = unwanted_reasons(call, device, steps) or graphs_of(checks.model, weight).refused or checks.capture
+    if not reasons and not call.costs.should_capture(size, rows, steps, is_captured=True, device=device):
+        text = f"{steps} steps of {rows} rows would save less than the capture costs"
+        reasons = [Reason("NOT_WORTH_CAPTURING", text)]
+    if not (reasons := reasons or checks.rows):
+        facts = call.facts_of(checks.model, checks.known_code)
+        is_split = len(facts.devices) > 1 and not facts.is_sharded
+        reasons = that_hold(
+            ("SHARDED", "parts of the model are sharded, and gathered in each step", facts.is_sharded),
+            ("SEVERAL_DEVICES", "the model is on several devices", is_split),
+        )
+    call.report.add_reasons(STEPS, reasons)
+    call.will_capture = not reasons
+    return not reasons

@@ -134,7 +134,9 @@ def share_always():
 @pytest.fixture(params=("copied", "in place"))
 def repeated(request):
     """Computes prompts once, and repeats their keys for each row: as plain layers, or written in place."""
-    from fastgen.testing import configured, costs
+    from hooks import costs
+
+    from fastgen.testing import configured
 
     in_place = {"min_elements_in_place": 0} if request.param == "in place" else {}
     with configured(share="auto"), costs(prefill_overhead=0.0, **in_place):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from hooks import fresh_trust, proven, refused
 from parity import Both, run_both
 from peft import LoraConfig, PeftConfig, PromptTuningConfig
 from process_group import process_group
@@ -32,7 +33,7 @@ from transformers import (
 import fastgen
 from fastgen.optimizer.decoding.report import STEPS as DECODE_STEPS
 from fastgen.optimizer.decoding.report import Report
-from fastgen.testing import configured, fresh_trust, proven, refused
+from fastgen.testing import configured
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")

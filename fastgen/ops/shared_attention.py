@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from fastgen.ops import few_queries, flash_attention, prompt_attention, simd
 from fastgen.ops.folding import fold, fold_mask, unfold
-from fastgen.ops.kernel import Kernel, first_supported, gpu_reasons, triton_reasons
+from fastgen.ops.kernel import Kernel, first_supported, triton_reasons
 from fastgen.ops.probes import probe
 
 _TRITON = "fastgen.ops.triton_attention"
@@ -31,8 +31,6 @@ _TRITON = "fastgen.ops.triton_attention"
 FEW_QUERIES = 8
 MANY_KEYS = 256
 MOST_SCORES = 1 << 24  # computed together; 64 MB in fp32
-WIDEST_IN_FLASH = 256
-LOWEST = torch.finfo(torch.float32).min
 
 
 class Bounds(NamedTuple):
@@ -164,74 +162,13 @@ def _triton_attention(device: torch.device) -> Any:
 
 @probe("the results of a small case differ from torch's")
 def _is_triton_right(device: torch.device) -> bool:
-    return _is_right(import_module(_TRITON).attention, device)
-
-
-def _is_right(attention: Callable[..., Tensor], device: torch.device) -> bool:
-    """Whether this attention agrees with torch's products in a small case, without random numbers."""
+    """Whether Triton's kernel agrees with torch's products in a small case, without random numbers."""
     sizes = (4, 4, 1, 32), (2, 2, 40, 32), (4, 2, 7, 32)
     query, *segments = (torch.arange(math.prod(size), device=device).sin().half().view(size) for size in sizes)
     exact = [segment.float() for segment in segments]
     expected = attention_by_products(query.float(), exact, exact, None, 0.2)
-    output = attention(query, segments, segments, None, 0.2).float()
+    output = import_module(_TRITON).attention(query, segments, segments, None, 0.2).float()
     return bool(torch.allclose(output, expected, atol=0.01, rtol=0.01))
-
-
-def _can_merge(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None) -> bool:
-    """Whether flash attention supports these arguments on a GPU, and is right: it takes no mask."""
-    width = query.shape[3]
-    if mask is not None or len(keys) == 1 or query.dtype not in (torch.float16, torch.bfloat16):
-        return False
-    if (
-        width % 8
-        or width > WIDEST_IN_FLASH
-        or width != values[0].shape[3]
-        or not torch.backends.cuda.flash_sdp_enabled()
-    ):
-        return False
-    return few_queries.are_plain(query, keys, values) and _is_merged_right(query.device)
-
-
-@probe("the results of a small case differ from torch's products")
-def _is_merged_right(device: torch.device) -> bool:
-    """Whether torch's flash attention runs on this device, and its sums merge to what torch's products give."""
-    return torch.cuda.get_device_capability(device) >= (8, 0) and _is_right(attention_merged, device)
-
-
-def attention_merged(
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    attn_mask: None,
-    scale: float,
-    bounds: Bounds | None = None,
-) -> Tensor:
-    """Computes `shared_attention` with torch's flash attention to each segment, merged by the logarithms of its sums.
-
-    Without a mask there are no hidden positions, which bounds would tell. Scores are never rounded to half precision.
-    """
-    rows, heads = query.shape[:2]
-    outputs, sums = [], []
-    for segment, its_values in zip(keys, values):
-        rows_per_copy = rows // segment.shape[0]
-        output, logsumexp = _flash_attention(fold(query, rows_per_copy, segment.shape[1]), segment, its_values, scale)
-        outputs.append(unfold(output, rows_per_copy, heads))
-        sums.append(unfold(logsumexp[..., None], rows_per_copy, heads))
-    # Flash attention returns infinity and zeros for a query whose scores are all -inf.
-    weights = torch.stack(sums).nan_to_num_(torch.nan, LOWEST, LOWEST).softmax(dim=0)  # [segments, rows, H, L, 1]
-    result = outputs[0] * weights[0]
-    for output, weight in zip(outputs[1:], weights[1:]):
-        result.addcmul_(output, weight)
-    return result.to(query.dtype)
-
-
-def _flash_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Returns torch's flash attention, and the logarithms of the sums of its weights, fp32 `[copies, H, L]`."""
-    aten: Any = torch.ops.aten
-    is_cpu = query.device.type == "cpu"  # in tests
-    attention = aten._scaled_dot_product_flash_attention_for_cpu if is_cpu else aten._scaled_dot_product_flash_attention
-    output, logsumexp, *_ = attention(query, keys, values, scale=scale)
-    return output, logsumexp
 
 
 def attention_by_products(
@@ -319,7 +256,6 @@ _kernel = functools.partial(Kernel, task="rows that share keys and values", coun
 TRITON = _kernel("Triton", triton_reasons, _attend_in_triton, "cuda", _can_attend_in_triton)
 KERNELS = (
     TRITON,
-    _kernel("merged flash", gpu_reasons, attention_merged, "cuda", _can_merge),
     _kernel("C++ many queries", simd.machine_reasons, flash_attention.attention, "cpu", flash_attention.can_attend),
     _kernel("C++ few queries", simd.machine_reasons, few_queries.attention, "cpu", few_queries.can_attend),
     _kernel("torch's flash", list, _attend_with_gradients, "cpu", prompt_attention.can_attend),

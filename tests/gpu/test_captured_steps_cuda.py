@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from hooks import broken
 from parity import run_both
 from reports import capturing
 from tiny_models import inputs_of, tiny
@@ -15,7 +16,7 @@ from fastgen.optimizer.decoding import captures, graphs
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.static_kv_cache import StaticKVCache
 from fastgen.optimizer.transformers.decode_step import LateStopCheck
-from fastgen.testing import broken, configured
+from fastgen.testing import configured
 
 pytestmark = needs_gpu
 

@@ -17,6 +17,7 @@ from architecture_parity import shared_by_default, shares
 from architectures import ARCHITECTURES
 from auto_models import WITHOUT_MODEL, auto_classes, auto_inputs, auto_model
 from copied_text import Forced, Noting, copying
+from hooks import costs, fresh_trust
 from parity import assert_equal_outputs, outcome, run_both
 from reports import LEFT, capturing
 from tiny_models import token_ids
@@ -24,7 +25,7 @@ from tiny_models import token_ids
 import fastgen
 from fastgen.optimizer.decoding.report import COMPACTION, DRAFTS, LOOP, PREFILL, PREFIX, STEPS, Report
 from fastgen.optimizer.transformers import drafts
-from fastgen.testing import configured, costs, fresh_trust
+from fastgen.testing import configured
 
 NEW = 12
 ENDS = [*range(2, 12)]  # so many of 99 tokens that some samples end early, and hardly all

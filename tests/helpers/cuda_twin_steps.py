@@ -17,12 +17,13 @@ from typing import Any
 
 import cuda_twin
 import torch
+from hooks import replaced
 from reports import capturing
 from tiny_models import tiny
 
 import fastgen
 from fastgen.optimizer.decoding import captures
-from fastgen.testing import configured, replaced
+from fastgen.testing import configured
 
 SHORT, LONG = 40, 60
 WAYS: dict[str, Callable[[], AbstractContextManager]] = {

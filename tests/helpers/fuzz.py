@@ -29,6 +29,7 @@ from architectures import SPECIAL
 from copied_text import Forced, Noting, copying
 from fuzz_cases import Case, draw, draw_copying, model_of
 from fuzz_changes import PROGRAMS
+from hooks import ANY_SIZE, costs, force
 from parity import assert_equal_outputs
 from reports import capturing
 from torch import nn
@@ -37,7 +38,7 @@ import fastgen
 from fastgen.ops import cpu_linear
 from fastgen.optimizer.transformers import kv_layers
 from fastgen.optimizer.transformers.drafts import DraftedSteps
-from fastgen.testing import ANY_SIZE, configured, costs, force
+from fastgen.testing import configured
 
 HALF_TOLERANCE = 0.25
 TIE = 1e-4

@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from hooks import costs, limits
+
 from fastgen.optimizer.decoding.cost_model import CPU, CPU_CAPTURES, GPU_CAPTURES
 from fastgen.optimizer.decoding.graphs import CpuCapture
 from fastgen.optimizer.decoding.report import MATERIALIZED, STEPS, Report
 from fastgen.optimizer.decoding.segmented_kv import OPERATIONS
-from fastgen.testing import configured, costs, limits
+from fastgen.testing import configured
 
 PREFILL = "prefill: one row per input"
 PROMPT = "the prompt's keys and values: once per input"

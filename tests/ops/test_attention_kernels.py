@@ -3,11 +3,15 @@
 The bits depend on no other rows and threads; inside a context torch's own function runs these kernels.
 """
 
+import functools
+import inspect
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
 from attention_cases import COPIES, MASKS, WIDTHS, check_attention, random_case
+from hooks import watched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simd_kernels import needs_library, torch_threads
@@ -18,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 from fastgen.ops import few_queries, flash_attention, simd
 from fastgen.ops.flash_attention import FlashAttention
 from fastgen.ops.shared_attention import attention_by_products, shared_attention
-from fastgen.testing import watched
 
 KERNELS = pytest.mark.parametrize("kernel", [few_queries, flash_attention], ids=["few queries", "many queries"])
 QUERIES = {few_queries: st.sampled_from((1, 2, 9, 16)), flash_attention: st.sampled_from((32, 33, 47, 96, 130))}
@@ -26,6 +29,15 @@ LENGTHS = {
     few_queries: st.sampled_from((1, 2, 7, 8, 15, 16, 17, 31, 33, 64, 100, 257)),
     flash_attention: st.sampled_from((32, 33, 63, 128, 129, 300)),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def also_with_amx():
+    """Computes in bf16 with fastgen's kernel also where torch's is faster."""
+    with mock.patch.object(
+        flash_attention, "_is_faster", functools.wraps(flash_attention._is_faster)(lambda dtype: True)
+    ):
+        yield
 
 
 @needs_library
@@ -232,5 +244,5 @@ def test_a_torch_function_mode_of_user_code_sees_the_call():
 @pytest.mark.parametrize("has_amx", [True, False])
 def test_bf16_is_left_to_torch_if_it_has_amx_tiles(has_amx, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx, raising=False)
-    is_faster = flash_attention._is_faster.__wrapped__
+    is_faster = inspect.unwrap(flash_attention._is_faster)
     assert is_faster(torch.bfloat16) is not has_amx and is_faster(torch.float32)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hooks import limits, watched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simd_kernels import needs_library, torch_threads
@@ -9,7 +10,6 @@ from torch.nn import functional
 
 from fastgen.ops import beam_top_k
 from fastgen.ops.beam_top_k import best_in_one_stage, best_of_all, best_of_allowed
-from fastgen.testing import limits, watched
 
 SHAPES = {"inputs": st.integers(1, 3), "beams": st.integers(1, 12), "seed": st.integers(0, 10**6)}
 

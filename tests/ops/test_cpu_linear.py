@@ -11,6 +11,7 @@ import pytest
 import torch
 from architecture_parity import measure
 from architectures import BY_NAME
+from hooks import ANY_SIZE, costs, force, replaced
 from python_process import run_code
 from torch import nn
 from torch.nn import functional
@@ -23,7 +24,7 @@ from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
 from fastgen.optimizer.transformers.call import forwards
 from fastgen.optimizer.transformers.checks import KNOWN
-from fastgen.testing import ANY_SIZE, configured, costs, force, replaced
+from fastgen.testing import configured
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
 

@@ -1,11 +1,11 @@
 """The kernels of each operation: which is chosen, and that each list is complete and ends with torch's own."""
 
 import pytest
+from hooks import without
 from python_process import REPOSITORY, run_code
 
 from fastgen import ops
 from fastgen.ops.kernel import Kernel, first_supported
-from fastgen.testing import without
 
 
 def test_the_first_kernel_that_can_is_chosen():

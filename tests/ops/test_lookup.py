@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hooks import without
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simd_kernels import needs_library, torch_threads
@@ -9,7 +10,6 @@ from transformers.activations import NewGELUActivation
 
 from fastgen.ops import lookup
 from fastgen.ops.cpu_graph import capture
-from fastgen.testing import without
 
 pytestmark = needs_library
 

@@ -4,13 +4,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from hooks import without
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simd_kernels import torch_threads
 
 from fastgen.ops import simd
 from fastgen.ops.move_rows import move_rows
-from fastgen.testing import without
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

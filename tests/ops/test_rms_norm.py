@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hooks import limits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simd_kernels import needs_library, torch_threads
@@ -12,7 +13,6 @@ from torch import Tensor
 from fastgen.ops import rms_norm, simd
 from fastgen.ops.cpu_graph import capture
 from fastgen.ops.kernel import tolerance
-from fastgen.testing import limits
 
 pytestmark = needs_library
 

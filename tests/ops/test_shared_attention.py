@@ -12,7 +12,6 @@ from torch.nn import functional
 from fastgen.ops import shared_attention as module
 from fastgen.ops.shared_attention import (
     attention_by_products,
-    attention_merged,
     query_key_scores,
     shared_attention,
     weighted_values,
@@ -129,47 +128,6 @@ def test_half_precision_takes_its_softmax_in_fp32(dtype):
     assert output.dtype == dtype
     exact = shared_attention(query.double(), [keys.double(), own.double()], [keys.double(), own.double()])
     torch.testing.assert_close(output.double(), exact, rtol=0.05, atol=0.02)
-
-
-@pytest.mark.parametrize("copies", [(1, 2, 6), (2, 6), (2, 2)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_flash_attention_to_segments_is_merged(copies, dtype):
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    query = 2 * random(6, 8, 1, 64)
-    keys, values = ([random(count, 2, 40 * number, 64) for number, count in enumerate(copies, 1)] for _ in range(2))
-    whole_keys, whole_values = whole(keys, 6, 4), whole(values, 6, 4)
-    exact = functional.scaled_dot_product_attention(query.double(), whole_keys.double(), whole_values.double())
-
-    def error(output: torch.Tensor) -> float:
-        return float((output.double() - exact).norm() / exact.norm())
-
-    merged = error(attention_merged(query, keys, values, None, 0.125))
-    if dtype == torch.float32:
-        assert merged < 1e-6
-    else:  # a rounding of each part more than torch's; products also round scores
-        torchs = error(functional.scaled_dot_product_attention(query, whole_keys, whole_values))
-        assert merged < 1.5 * torchs < error(attention_by_products(query, keys, values, None, 0.125))
-
-
-def test_merged_segments_without_visible_keys_weigh_nothing(monkeypatch):
-    """A GPU's kernel returns zeros and infinity for these: for all segments of row 0, for the last of row 1."""
-    query, states = torch.randn(3, 2, 1, 8), torch.randn(3, 2, 5, 8)
-    flash_attention, hidden = module._flash_attention, iter([[True, False, False], [True, True, False]])
-
-    def of_gpu(*arguments):
-        output, sums = flash_attention(*arguments)
-        is_hidden = torch.tensor(next(hidden)).view(3, 1, 1)
-        return output.masked_fill(is_hidden[..., None], 0.0), sums.masked_fill(is_hidden, torch.inf)
-
-    expected = flash_attention(query, states, states, 0.3)[0]
-    monkeypatch.setattr(module, "_flash_attention", of_gpu)
-    merged = attention_merged(query, [states, states], [states, states], None, 0.3)
-    assert not merged[0].any()
-    torch.testing.assert_close(merged[1:], expected[1:])
 
 
 @pytest.mark.parametrize("mask_of", ("each query", "all queries", "nobody"))

@@ -6,6 +6,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hooks import watched
 from python_process import REPOSITORY
 from reports import PREFILL, capturing
 from tiny_models import BEAMS, padded, tiny, token_ids
@@ -17,7 +18,7 @@ from fastgen.ops.kernel import Kernel
 from fastgen.ops.no_repeat_ngram.kernels import KERNELS, kernel_for
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.report import Reason, Report
-from fastgen.testing import configured, watched
+from fastgen.testing import configured
 
 LOOPS = needs("transformers", "5.3", "loops prepare their steps in another way")
 CAPTURES = needs("transformers", "5.17", "steps are not captured")

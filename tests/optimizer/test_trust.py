@@ -10,12 +10,13 @@ import types
 
 import pytest
 import torch
+from hooks import fresh_trust, proven, refused
 
 import fastgen
 from fastgen.optimizer import trust
 from fastgen.optimizer.decoding.report import LeaveAlone, Reason
 from fastgen.optimizer.trust import NotComparable
-from fastgen.testing import configured, fresh_trust, proven, refused
+from fastgen.testing import configured
 
 UNKNOWN = {"host": "0123"}
 

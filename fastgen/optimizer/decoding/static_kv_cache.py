@@ -11,8 +11,8 @@ On a GPU, `reorder` may write a table of ancestors instead of moving rows: posit
 `ancestors[r, p]` of the buffer, where the steps' kernel finds it (`Bounds`); `content` and `copy` move rows first.
 
 Writers: a step, with `append`; the loop between two steps, with `reorder`; and `StaticSteps`, which count steps with
-`advance` and fill another cache with `load`. Static caches follow Seamless, "Updating and retrieving KV cache". This module
-knows no host library.
+`advance` and fill another cache with `load`. Static caches follow Seamless, "Updating and retrieving KV cache". This
+module knows no host library.
 
 Tests: tests/optimizer/decoding/test_kv_cache.py, tests/optimizer/decoding/test_graphs.py
 """

@@ -5,6 +5,7 @@ from math import ceil
 
 import pytest
 import torch
+from hooks import watched
 from parity import assert_same
 from reports import PREFILL, PROMPT, is_shared, left_alone_because
 from tiny_models import BEAMS, SAMPLES, padded, tiny, token_ids
@@ -14,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fastgen
 from fastgen.optimizer.decoding.cost_model import CPU, GPU, CostModel, ModelSize, size_of
 from fastgen.optimizer.transformers.checks import KNOWN
-from fastgen.testing import configured, watched
+from fastgen.testing import configured
 
 COSTS = CostModel()
 CUDA = torch.device("cuda")

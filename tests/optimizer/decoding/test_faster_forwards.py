@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from hooks import ANY_SIZE, costs, watched
 from parity import assert_same
 from tiny_models import BEAMS, padded, tiny
 from transformers import GenerationConfig
@@ -17,7 +18,6 @@ from fastgen.ops import simd
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.faster_forwards import FasterForward, faster_forwards
 from fastgen.optimizer.transformers.call import forwards
-from fastgen.testing import ANY_SIZE, costs, watched
 
 STATES = torch.cat([torch.linspace(-12, 12, 10001), torch.tensor([-1e4, -0.0, 0.0, 1e4])])
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hooks import captured_graphs, holds_graphs, limits
 from parity import same_tokens
 from reports import capturing, replays
 from tiny_models import padded, tiny
@@ -21,7 +22,6 @@ from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.static_kv_cache import StaticKVCache, capacity_for
 from fastgen.optimizer.transformers.checks import KNOWN
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
-from fastgen.testing import captured_graphs, holds_graphs, limits
 
 
 def cache_of_one_layer(rows: int = 2) -> StaticKVCache:

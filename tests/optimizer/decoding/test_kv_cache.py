@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+from hooks import without
 
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.segmented_kv import SegmentedKV
 from fastgen.optimizer.decoding.static_kv_cache import StaticKVCache
-from fastgen.testing import without
 
 HEADS, WIDTH, LAYERS = 2, 4, 3
 

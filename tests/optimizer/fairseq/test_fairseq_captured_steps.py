@@ -16,11 +16,12 @@ from fairseq_generation import assert_same_hypotheses, compare, generate, run_bo
 from fairseq_models import CASES, source_sample
 from fuzz_changes import CHANGES as ALL_CHANGES
 from fuzz_changes import adapter, other_weight_data
+from hooks import broken, captured_graphs, holds_graphs
 from reports import capturing, replays
 from torch import nn
 
 import fastgen
-from fastgen.testing import broken, captured_graphs, configured, holds_graphs
+from fastgen.testing import configured
 
 
 @pytest.fixture(autouse=True)

@@ -11,13 +11,13 @@ from fairseq.modules import MultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq_generation import BEAMS, assert_same_hypotheses, compare, generate, run_both
 from fairseq_models import CASES, prompts
+from hooks import replaced, watched
 from python_process import REPOSITORY, run_code
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastgen
 from fastgen.optimizer.decoding.call import generate_call
-from fastgen.testing import replaced, watched
 
 
 class HostReads(TorchDispatchMode):
@@ -184,7 +184,7 @@ FAILS = """
 import fastgen
 from fairseq_models import CASES, prompts
 from fairseq_generation import generate
-from fastgen.testing import broken
+from hooks import broken
 with broken("choose beams, fairseq", TypeError("of the loop")):
     generate(CASES["bart"]())
 report = fastgen.explain()

@@ -4,9 +4,8 @@ import pytest
 from architecture_parity import MODES, expected_sharing, measure, shares
 from architectures import ARCHITECTURES, Scale
 from auto_parity import AT_REAL_SIZE, read_table
+from hooks import ANY_SIZE, costs
 from simd_kernels import needs_library
-
-from fastgen.testing import ANY_SIZE, costs
 
 LONG = Scale(length=45, positions=512, frames=160)  # long enough for flash attention
 # Models that attend by other functions than torch's, or to fewer pieces of an image.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hooks import fresh_trust
 from own_models import by_einsum, odd_model
 from parity import run_both
 from tiny_models import BEAMS, padded, tiny, unchanged
@@ -14,7 +15,6 @@ from tiny_models import BEAMS, padded, tiny, unchanged
 from fastgen.optimizer.decoding.call import current_call
 from fastgen.optimizer.decoding.report import LOOP
 from fastgen.optimizer.transformers.call import SEQUENCES_SCORES, only_outputs
-from fastgen.testing import fresh_trust
 
 ASKED = {"return_dict_in_generate": True, "output_scores": True}
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fuzz_changes import CHANGES, adapter, weight_in_place, weight_through_data
+from hooks import ANY_SIZE, broken, captured_graphs, costs, errors_noted, holds_graphs, limits, replaced, watched
 from parity import run_both, same_tokens
 from reports import capturing, not_captured_because, replays
 from tiny_models import inputs_of, padded, tiny
@@ -23,18 +24,7 @@ from versions import needs_peft
 
 from fastgen.optimizer.decoding.cost_model import CPU, CostModel
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
-from fastgen.testing import (
-    ANY_SIZE,
-    broken,
-    captured_graphs,
-    configured,
-    costs,
-    errors_noted,
-    holds_graphs,
-    limits,
-    replaced,
-    watched,
-)
+from fastgen.testing import configured
 
 MODELS = ("gpt2", "llama", "llama-eager", "t5", "bart", "whisper")
 BEAMS = {"num_beams": 4, "max_new_tokens": 14}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, COLUMNS_COUNT, WITHOUT_PREFIX
+from hooks import costs, replaced, watched
 from parity import compared
 from reports import FREE, LEFT, capturing
 from tiny_models import GREEDY, TOKENS_ONLY, WAYS, lively, tiny, unchanged
@@ -17,7 +18,7 @@ from tiny_models import with_prefix as prompts
 import fastgen
 from fastgen.optimizer.decoding.cost_model import CPU
 from fastgen.optimizer.decoding.report import PREFIX, Report
-from fastgen.testing import configured, costs, replaced, watched
+from fastgen.testing import configured
 
 pytestmark = pytest.mark.usefixtures("share_always")
 

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from hooks import fresh_trust, refused, watched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity import assert_equal_outputs, outcome, run_both
@@ -19,7 +20,6 @@ from fastgen.optimizer.decoding.report import ALLOWED
 from fastgen.optimizer.transformers import processors
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
 from fastgen.optimizer.transformers.processors import ALL_ROWS, ALONE
-from fastgen.testing import fresh_trust, refused, watched
 
 EOS, VOCABULARY = 2, 300
 MODELS = ("llama", "t5")

@@ -8,6 +8,7 @@ import torch
 from architectures import SPECIAL
 from copied_text import Forced
 from drafted_calls import NEW, PROMPT, forced_call
+from hooks import watched
 from parity import run_both
 from reports import capturing
 from tiny_models import inputs_of, tiny, token_ids
@@ -22,7 +23,6 @@ from fastgen.optimizer.decoding.report import DRAFTS, LeaveAlone
 from fastgen.optimizer.transformers import drafts
 from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep
 from fastgen.optimizer.transformers.drafts import inputs_ahead
-from fastgen.testing import watched
 
 GRAPHS = pytest.mark.parametrize("cuda_graphs", ("off", "on"))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from architectures import DROP, architecture_of
 from copied_text import Forced, Noting, copying
+from hooks import broken, costs, replaced, watched
 from parity import outcome, run_both
 from reports import capturing
 from tiny_models import inputs_of, tiny, token_ids
@@ -20,7 +21,7 @@ from fastgen.optimizer.decoding.report import DRAFTS, Report
 from fastgen.optimizer.decoding.static_kv_cache import MOST_TOKENS, KVContent, StaticKVCache
 from fastgen.optimizer.transformers import drafts
 from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep
-from fastgen.testing import broken, configured, costs, replaced, watched
+from fastgen.testing import configured
 
 NAMES = (
     "gpt2",

@@ -9,6 +9,7 @@ import pytest
 import tiny_models
 import torch
 from copied_text import Noting
+from hooks import broken, errors_noted, limits, replaced, watched
 from parity import run_both, same_tokens
 from reports import LEFT, PREFILL, capturing
 from tiny_models import tiny, token_ids
@@ -18,7 +19,6 @@ import fastgen
 from fastgen.optimizer.decoding.call import current_call
 from fastgen.optimizer.decoding.report import COMPACTION, LOOP
 from fastgen.optimizer.transformers import token_loop
-from fastgen.testing import broken, errors_noted, limits, replaced, watched
 
 ENDS = {"eos_token_id": list(range(3, 90, 6)), "max_new_tokens": 30, "do_sample": False}
 SAMPLES = ENDS | {"do_sample": True, "num_return_sequences": 8}

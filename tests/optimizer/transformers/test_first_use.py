@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from edited_host import edited, run
+from hooks import fresh_trust, proven, refused, replaced, watched
 from parity import run_both, same_tokens
 from tiny_models import tiny
 from torch.nn import functional
@@ -22,7 +23,6 @@ from fastgen.optimizer.decoding.report import PREFILL
 from fastgen.optimizer.transformers import first_use
 from fastgen.optimizer.transformers.beam_search import BeamSearch
 from fastgen.optimizer.transformers.row_draws import RowDraws
-from fastgen.testing import fresh_trust, proven, refused, replaced, watched
 
 BEAMS = {"num_beams": 3, "max_new_tokens": 6}
 INPUT_IDS = torch.randint(5, 99, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -6,11 +6,11 @@ from collections import Counter
 import pytest
 import torch
 from fuzz import run
+from hooks import ANY_SIZE, costs, force, replaced
 
 import fastgen
 from fastgen.ops import cpu_linear
 from fastgen.optimizer.decoding import guards
-from fastgen.testing import ANY_SIZE, costs, force, replaced
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

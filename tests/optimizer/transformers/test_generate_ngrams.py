@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hooks import fresh_trust, proven, refused, replaced
 from parity import assert_equal_outputs, outcome, run_both
 from tiny_models import token_ids, unchanged
 from torch.overrides import TorchFunctionMode
@@ -23,7 +24,6 @@ from versions import needs
 
 import fastgen
 from fastgen.optimizer.decoding.call import generate_call
-from fastgen.testing import fresh_trust, proven, refused, replaced
 
 VOCABULARY = 12
 BAN = {"no_repeat_ngram_size": 2, "encoder_no_repeat_ngram_size": 2, "max_new_tokens": 14}

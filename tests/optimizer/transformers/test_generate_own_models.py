@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from hooks import costs, fresh_trust
 from own_models import ODD, OddModel, by_einsum, by_products, odd_model, repeated
 from parity import assert_equal_outputs, assert_same, run_both, same_tokens
 from reports import PROMPT, is_materialized, is_shared
@@ -15,7 +16,7 @@ from tiny_models import BEAMS, BOTH, SAMPLES, padded, with_prefix
 
 import fastgen
 from fastgen.optimizer.decoding.report import PREFIX
-from fastgen.testing import configured, costs, fresh_trust
+from fastgen.testing import configured
 
 pytestmark = pytest.mark.usefixtures("share_always")
 

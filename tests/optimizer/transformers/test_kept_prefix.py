@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 from unittest import mock
 
+import hooks
 import pytest
 import torch
 from architectures import ARCHITECTURES, WITHOUT_PREFIX
@@ -19,7 +20,6 @@ from reports import capturing
 from tiny_models import TOKENS_ONLY, WAYS, tiny, token_ids, unchanged, with_prefix
 
 import fastgen
-from fastgen import testing
 from fastgen.optimizer.decoding import model_info
 from fastgen.optimizer.decoding.report import KEPT, PREFIX, Reason
 from fastgen.optimizer.transformers import checks, kept_prefix
@@ -110,7 +110,7 @@ def test_forwards_see_only_tokens_that_were_not_kept(llama):
     with fastgen.reusing_prefix(llama):
         llama.generate(**prompts(5), **SHORT)
         with (
-            testing.replaced("reasons of rows", lambda *args: []),
+            hooks.replaced("reasons of rows", lambda *args: []),
             mock.patch.object(type(llama.model), "forward", forward),
         ):
             for seed in (1, 2, 3):  # this forward makes the model another one, which is computed once more
@@ -176,7 +176,7 @@ def test_adapters_that_are_switched_are_computed_anew():
 
 def test_weights_are_not_read_if_the_caller_says_so():
     model = tiny("llama")
-    with testing.watched("read weights") as checksums, fastgen.reusing_prefix(model, check_weights=False):
+    with hooks.watched("read weights") as checksums, fastgen.reusing_prefix(model, check_weights=False):
         compared(model, prompts(5), **SHORT)
         report = compared(model, prompts(5, seed=1), **SHORT).report
     assert report.prefix_tokens_kept == 9 and not checksums
@@ -212,7 +212,7 @@ def test_a_cache_of_the_callers_is_not_kept(llama):
     with fastgen.reusing_prefix(llama):
         first = llama.generate(**prompts(5), **SHORT, return_dict_in_generate=True)
         longer = torch.cat([first.sequences, token_ids(1, 3, seed=4)], dim=1)
-        with testing.watched("keep a prefix") as calls:
+        with hooks.watched("keep a prefix") as calls:
             llama.generate(input_ids=longer, past_key_values=first.past_key_values, **SHORT)
         assert all(call.args[1].host.user_cache for call in calls)
         assert compared(llama, prompts(5, seed=1), **SHORT).report.prefix_tokens_kept == 9
@@ -239,7 +239,7 @@ def test_another_thread_may_keep_another_prefix_meanwhile(llama):
 
     with fastgen.reusing_prefix(llama):
         compared(llama, prompts(5), **SHORT)
-        with testing.replaced("find a prefix", find_then_drop):
+        with hooks.replaced("find a prefix", find_then_drop):
             assert compared(llama, prompts(5, seed=1), **SHORT).report.prefix_tokens_kept == 9
 
 
@@ -270,7 +270,7 @@ def test_nothing_is_kept_outside_of_the_block(llama):
         original(reuse, *args)
         uses.append(weakref.ref(reuse))
 
-    with testing.replaced("keep a prefix", keep), fastgen.reusing_prefix(llama):
+    with hooks.replaced("keep a prefix", keep), fastgen.reusing_prefix(llama):
         compared(llama, prompts(5), **SHORT)
     gc.collect()
     assert uses and all(reuse() is None for reuse in uses)

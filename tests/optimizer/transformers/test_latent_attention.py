@@ -3,13 +3,13 @@
 import pytest
 import torch
 from architectures import DROP, INDEXED, LATENT
+from hooks import watched
 from parity import assert_equal_caches, assert_same, compared, run_both
 from reports import PROMPT, capturing, is_shared, left_alone_because, replays
 from tiny_models import BEAMS, BOTH, padded, tiny
 from torch import nn
 
 from fastgen.optimizer.transformers.models.latent_attention import expanding_in_parts
-from fastgen.testing import watched
 
 pytestmark = pytest.mark.usefixtures("share_always")
 

@@ -6,6 +6,7 @@ from random import Random
 import pytest
 import torch
 from architectures import ARCHITECTURES, COLUMNS_COUNT, WITHOUT_PREFIX
+from hooks import costs, watched
 from reports import FREE
 from tiny_models import lively, tiny, unchanged
 from tokenizers.processors import TemplateProcessing
@@ -17,7 +18,7 @@ import fastgen
 from fastgen.models.demo import demo_path
 from fastgen.optimizer.decoding.report import PREFILL
 from fastgen.optimizer.transformers import log_likelihoods
-from fastgen.testing import configured, costs, watched
+from fastgen.testing import configured
 
 pytestmark = pytest.mark.usefixtures("share_always")
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from hooks import watched
 from parity import run_both
 from reports import CROSS, PROMPT, is_shared, replays
 from tiny_models import tiny
 
 from fastgen.optimizer.decoding.report import Report
-from fastgen.testing import watched
 
 TEMPERATURES = (0.0, 0.4, 0.8)
 

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from architectures import SPECIAL
+from hooks import watched
 from parity import assert_equal_outputs, assert_same, run_both
 from reports import CROSS, PROMPT, is_shared, left_alone_because
 from tiny_models import lively, padded, tiny, token_ids, with_prefix
@@ -27,7 +28,6 @@ from transformers.models.prophetnet.modeling_prophetnet import ProphetNetNgramSe
 import fastgen
 from fastgen.optimizer.decoding.report import PREFIX
 from fastgen.optimizer.transformers.models import prophetnet
-from fastgen.testing import watched
 
 PARTS = {"layers": 2, "attention_heads": 4}
 

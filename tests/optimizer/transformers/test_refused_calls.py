@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from hooks import broken, replaced
 from reports import capturing
 from tiny_models import tiny, token_ids
 from torch import Tensor
@@ -12,7 +13,7 @@ from transformers import LogitsProcessor
 
 import fastgen
 from fastgen.optimizer import PATCH_SET
-from fastgen.testing import broken, configured, replaced
+from fastgen.testing import configured
 
 GREEDY = {"do_sample": False}
 SAMPLES = {"do_sample": True, "num_return_sequences": 3}

@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+from hooks import broken, captured_graphs, replaced
 from reports import replays
 from tiny_models import padded, tiny
 
@@ -12,7 +13,7 @@ from fastgen.ops.tracing import Diverged
 from fastgen.optimizer.decoding.captures import CannotPad
 from fastgen.optimizer.transformers.call import SEQUENCES_SCORES, only_outputs
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
-from fastgen.testing import broken, captured_graphs, configured, replaced
+from fastgen.testing import configured
 
 pytestmark = pytest.mark.skipif(
     not LAYERS_ARE_KNOWN, reason="nothing is captured with the static caches of this transformers"

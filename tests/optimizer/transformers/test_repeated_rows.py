@@ -3,6 +3,7 @@
 import pytest
 import torch
 from architectures import SPECIAL
+from hooks import watched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity import compared
@@ -12,7 +13,6 @@ from tiny_models import TOKENS_ONLY, inputs_of, unchanged
 from fastgen.optimizer.decoding.report import KV_CACHE, Report
 from fastgen.optimizer.transformers import row_groups
 from fastgen.optimizer.transformers.row_groups import RowGroups
-from fastgen.testing import watched
 
 GROUPS = "prefill: one of each group of equal rows"
 

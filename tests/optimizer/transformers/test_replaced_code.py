@@ -5,10 +5,12 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import hooks
 import pytest
 import torch
 from accelerate import hooks as accelerate_hooks
 from fuzz_changes import steered as steered_rows
+from hooks import force
 from parity import assert_same, run_both, same_tokens
 from reports import PROMPT, capturing, is_shared, left_alone_because, replays
 from tiny_models import BEAMS, SAMPLES, tiny, token_ids
@@ -20,11 +22,9 @@ from transformers.models.gpt_neo import modeling_gpt_neo
 from transformers.models.llama import modeling_llama
 
 import fastgen
-from fastgen import testing
 from fastgen.ops import cpu_linear
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears
-from fastgen.testing import force
 
 INPUTS = {"input_ids": token_ids(2, 9)}
 ROWS = (6, 8)  # of two inputs with `BEAMS` and with `SAMPLES`
@@ -194,7 +194,7 @@ def test_user_code_outside_of_the_forward_changes_nothing(monkeypatch):
     save = type(model).save_pretrained
     monkeypatch.setattr(type(model), "save_pretrained", lambda *args, **kwargs: save(*args, **kwargs))
     assert is_shared(assert_same(model, INPUTS, **SAMPLES))
-    with testing.watched("walk through a model") as walks:
+    with hooks.watched("walk through a model") as walks:
         assert is_shared(assert_same(model, INPUTS, **SAMPLES))
     assert not walks
 

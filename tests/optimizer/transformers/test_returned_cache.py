@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from hooks import fresh_trust, watched
 from parity import assert_equal_caches, assert_equal_outputs, assert_same, compared, run_both
 from reports import CROSS, PREFILL, PROMPT, capturing, is_shared, left_alone_because
 from tiny_models import BEAMS, BOTH, SAMPLES, filled_cache, inputs_of, padded, tiny, token_ids, unchanged
@@ -16,7 +17,6 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderC
 from transformers.modeling_outputs import BaseModelOutput
 
 import fastgen
-from fastgen.testing import fresh_trust, watched
 
 NAMES = ("llama", "gpt2", "bart", "t5")
 DECODER_ONLY, SEQ2SEQ = NAMES[:2], NAMES[2:]

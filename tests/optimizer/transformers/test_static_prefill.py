@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 from architectures import INDEXED, LATENT
+from hooks import replaced
 from parity import assert_equal_outputs, compared, run_both
 from reports import PREFILL, left_alone_because
 from tiny_models import BEAMS, BOTH, SAMPLES, padded, tiny
@@ -14,7 +15,6 @@ from versions import needs
 
 import fastgen
 from fastgen.optimizer.decoding.report import Reason
-from fastgen.testing import replaced
 
 pytestmark = pytest.mark.usefixtures("share_always")
 

@@ -8,6 +8,7 @@ from types import FunctionType
 import pytest
 import torch
 from architectures import ARCHITECTURES, WITHOUT_PREFIX
+from hooks import costs, fresh_trust, proven
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
@@ -17,7 +18,7 @@ from torch.nn import functional
 
 import fastgen
 from fastgen.optimizer.decoding.cost_model import CPU
-from fastgen.testing import configured, costs, fresh_trust, proven
+from fastgen.testing import configured
 
 pytestmark = pytest.mark.usefixtures("share_always")
 

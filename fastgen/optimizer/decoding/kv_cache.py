@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fastgen.ops.move_rows import move_rows
 from fastgen.optimizer.decoding.report import LAYER_EMPTY, STEPS, LeaveAlone, Reason, check
-from fastgen.optimizer.decoding.segmented_kv import KV, SegmentedKV, cut, in_segments, length_of, materialized
+from fastgen.optimizer.decoding.segmented_kv import KV, SegmentedKV, Segments, cut, in_segments, length_of, materialized
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, rows_of
 
 FIRST_CAPACITY = 32
@@ -134,26 +134,20 @@ class LayerKV:
     view: tuple[SegmentedKV, SegmentedKV] | None = None
 
 
-class KVCache:
-    """Keys and values of all layers of a decoder, for `inputs * rows_per_input` rows, see the drawing above.
-
-    prompts: for each layer, the segments `[copies, kv_heads, length, head_dim]` that no step writes. usage: counts the
-    operations on keys and values in segments, see `SegmentedKV`.
-    """
+class KVCache(Segments):
+    """`Segments` whose buffers grow, see the drawing above."""
 
     bounds = None  # see `StaticKVCache`: here no position is hidden
 
     def __init__(self, inputs: int, rows_per_input: int, usage: Counter[str] | None = None) -> None:
-        self.rows, self.rows_per_input = inputs * rows_per_input, rows_per_input
-        self.prompts: list[tuple[KV, ...]] = []
+        super().__init__(inputs, rows_per_input, usage)
         self.layers: list[LayerKV] = []
         self.generated: list[Generated] = []
-        self.usage: Counter[str] = Counter() if usage is None else usage
 
     @classmethod
     def of(cls, content: KVContent, limit: int) -> KVCache:
         """Returns a cache with the content of another one; limit: the most generated positions of a row."""
-        cache, growing = cls(content.rows // content.rows_per_input, content.rows_per_input), len(content.generated)
+        cache, growing = cls(content.inputs, content.rows_per_input), len(content.generated)
         cache.add_layers(content.prompts[:growing], limit)
         cache.add_layers(content.prompts[growing:], None)
         for layer, pair in enumerate(content.generated):

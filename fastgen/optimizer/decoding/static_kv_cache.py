@@ -19,7 +19,6 @@ Tests: tests/optimizer/decoding/test_kv_cache.py, tests/optimizer/decoding/test_
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -33,7 +32,7 @@ from fastgen.ops.move_rows import move_rows
 from fastgen.ops.shared_attention import Bounds, can_follow_ancestors
 from fastgen.ops.tracing import UnderAutocast
 from fastgen.optimizer.decoding.report import STEPS, LeaveAlone, Reason, check
-from fastgen.optimizer.decoding.segmented_kv import KV, cut, in_segments, length_of, materialized
+from fastgen.optimizer.decoding.segmented_kv import KV, Segments, cut, in_segments, length_of, materialized
 
 SMALLEST_CAPACITY = 32
 
@@ -75,6 +74,10 @@ class KVContent:
     prompts: Sequence[tuple[KV, ...]]
     generated: Sequence[KV]
     unmoved: int = 0
+
+    @property
+    def inputs(self) -> int:
+        return self.rows // self.rows_per_input
 
     @property
     def generated_length(self) -> int:
@@ -119,8 +122,8 @@ class KVContent:
         return self.rows, self.rows_per_input, generated, tuple(kinds)
 
 
-class StaticKVCache:
-    """Keys and values of all layers of a decoder with spare capacity, see the drawing above.
+class StaticKVCache(Segments):
+    """`Segments` at fixed addresses with spare capacity, see the drawing above.
 
     prompts: as in `KVContent`, but the first segment begins with padding: in cross-attention if there is any, otherwise
     in self-attention. padding: its number of positions; self_padding: the same in self-attention. growing: the number
@@ -138,8 +141,8 @@ class StaticKVCache:
     """
 
     def __init__(self, spec: Spec, by_table: bool = False) -> None:
-        self.rows, self.rows_per_input, generated, kinds = spec
-        self.prompts: list[tuple[KV, ...]] = []
+        rows, rows_per_input, generated, kinds = spec
+        super().__init__(rows // rows_per_input, rows_per_input)
         for count, prompt in kinds:
             self.prompts += [tuple(tuple(map(_empty, pair)) for pair in prompt) for _ in range(count)]
         self.growing, _ = kinds[0]
@@ -159,7 +162,6 @@ class StaticKVCache:
             table = torch.empty((self.rows, self.capacity), dtype=torch.int32, device=self.write_position.device)
             self.bounds = Bounds(self.first_position, self.write_position, table if follows else None)
         self._is_in_order = True  # False: keys and values of a row are in other rows
-        self.usage: Counter[str] = Counter()
         self.nbytes = KVContent(self.rows, self.rows_per_input, self.prompts, self.by_layer).nbytes
 
     def load(self, content: KVContent) -> None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from operator import attrgetter
 from typing import Any
 from weakref import ref
@@ -40,6 +41,7 @@ from fastgen.optimizer.decoding.segmented_kv import KV, cut
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 
 PROMPT_ONCE = "the prompt's keys and values: once per input"
+FEW_KEYS = Reason("FEW_KEYS", "layers stored for each row: too few keys to gain")
 
 
 class KVLayer(DynamicLayer):
@@ -186,101 +188,135 @@ def unsupported_types(cache: object) -> list[Reason]:
     return []
 
 
+class Storage(Enum):
+    """How the keys and values of layers are stored for all rows of the inputs."""
+
+    SHARED = "once per input, in segments of a `KVCache`"
+    REPEATED = "for each row, in the buffers of a `KVCache`"
+    LIBRARYS = "for each row, in the library's layers"
+
+
+@dataclass
+class AdoptPlan:
+    """How layers that are alike will be stored when each input gets several rows; `plan_adoption` touches none.
+
+    places: the part of the cache, and the index there, of each layer. grows: whether steps add positions. branched: the
+    `KVCache` that holds these layers already, for a common prefix. reason: why they are not shared; its text follows
+    their number.
+    """
+
+    storage: Storage
+    grows: bool
+    places: list[tuple[Cache, int]] = field(default_factory=list)
+    branched: KVCache | None = None
+    reason: Reason | None = None
+
+    def apply(self, kv: KVCache, limit: int, user_code: bool) -> None:
+        """Stores the layers for all rows of `kv`, in it or not. limit: the most positions that a row may get."""
+        shares, rows_per_input = self.storage is Storage.SHARED, kv.rows_per_input
+        if self.branched is not None:
+            self.branched.branch(rows_per_input, shares, limit)
+        elif self.storage is Storage.LIBRARYS:
+            rows = torch.arange(kv.inputs).repeat_interleave(rows_per_input)
+            for part, index in self.places:
+                _select_rows(part.layers[index], rows)
+        else:
+            self._move_to(kv, limit if self.grows else None, user_code)
+
+    def _move_to(self, kv: KVCache, limit: int | None, user_code: bool) -> None:
+        shares = self.storage is Storage.SHARED
+        layers = [part.layers[index] for part, index in self.places]
+        pairs = [(layer.keys.contiguous(), layer.values.contiguous()) for layer in layers]
+        if user_code:  # it may hold the tensors, and write into them
+            pairs = [(keys.clone(), values.clone()) for keys, values in pairs]
+        if limit is not None and not shares:
+            limit += layers[0].keys.shape[2]
+        numbers = kv.add_layers([(pair,) for pair in pairs], limit)
+        for (part, index), layer, number in zip(self.places, layers, numbers):
+            if not shares:
+                kv.repeat_prompt(number)
+            part.layers[index] = ADOPTED[type(layer)](layer, kv, number, user_code)
+
+
 def adopt(
     cache: Cache, inputs: int, rows_per_input: int, limit: int, call: GenerateCall, is_prefix: bool = False
 ) -> bool:
-    """Moves a cache of `inputs` rows into a `KVCache` of `inputs * rows_per_input`; returns whether it is in one.
+    """Expands a cache of `inputs` rows to `inputs * rows_per_input`; returns whether layers are in a `KVCache` now.
 
-    The common content of an input's rows is stored once if that is worthwhile. If no layer gains, layers stay the
-    library's; layers of other classes (linear attention, …) are repeated row by row, as the library would have filled
-    them. Layers that were adopted earlier, for a common prefix, stay in their `KVCache`. limit: the number of positions
-    that can be added to each row. is_prefix: whether the cache holds a prefix of all rows. Adds to the report.
+    limit: the number of positions that can be added to each row. is_prefix: whether the cache holds a prefix of all
+    rows. Adds to the report.
     """
-    share = False if rows_per_input == 1 or call.host.custom_generate else None
-
-    def should_share(keys: Tensor, is_cross: bool = False) -> bool:
-        if share is not None:
-            return share
-        return call.costs.should_share(keys, rows_per_input, is_cross, call.will_capture)
-
-    prefixes: dict[KVCache, Tensor] = {}
-    for layer in layers_of(cache):
-        if isinstance(layer, KVLayer) and layer.kv not in prefixes:
-            prefixes[layer.kv] = layer.kv.segments(layer.index)[-1][0]  # keys of its first layer
-    kinds, repeated, gains = _layers_by_kind(cache, inputs, rows_per_input, limit, call, should_share)
-    shared: Counter[str] = Counter()
-    kv, few = KVCache(inputs, rows_per_input, usage=call.report.kernels), 0
-    for (is_cross, shares, stays, *_), places in kinds.items():
-        shared["cross" if is_cross else "prompt"] += shares * len(places)
-        few += len(places) * (share is None and not shares)
-        if gains and not stays:
-            _put_in(kv, places, shares, None if is_cross else limit, call.host.user_code)
-        else:
-            for part, index in places:
-                part.layers[index].batch_repeat_interleave(rows_per_input)
-    for kv, keys in prefixes.items():
-        shares = should_share(keys)
-        kv.branch(rows_per_input, shares, limit)
-        shared["prompt"] += shares and len(kv.layers)
-    if shared["cross"]:
-        call.report.shared.append(f"cross-attention keys and values: once per input, {shared['cross']} layers")
-    if shared["prompt"]:
-        what = "the prefix's keys and values: once for all rows" if is_prefix else PROMPT_ONCE
-        call.report.shared.append(f"{what}, {shared['prompt']} layers")
-    for name, count in sorted(repeated.items()):
-        call.report.add_reasons(
-            report.KV_CACHE, [Reason("LAYER_TYPE", f"{count} layers of {name} stored for each row")]
-        )
-    if few:
-        text = f"{few} layers stored for each row: too few keys to gain"
-        call.report.add_reasons(report.KV_CACHE, [Reason("FEW_KEYS", text)])
-    if gains:
+    plans = plan_adoption(cache, rows_per_input, limit, call)
+    kv = KVCache(inputs, rows_per_input, usage=call.report.kernels)
+    for plan in plans:
+        plan.apply(kv, limit, call.host.user_code)
+    _report(plans, call, is_prefix)
+    if kv.layers:
         call.on_exit.callback(give_back, ref(cache))
-    return gains or bool(prefixes)
+    return bool(kv.layers) or any(plan.branched is not None for plan in plans)
 
 
-def _layers_by_kind(
-    cache: Cache, inputs: int, rows_per_input: int, limit: int, call: GenerateCall, should_share: Callable[..., bool]
-) -> tuple[dict[tuple, list[tuple[Cache, int]]], Counter[str], bool]:
-    """Returns layers grouped by what the layers of a buffer have in common, and whether adopting them is worthwhile.
+def plan_adoption(cache: Cache, rows_per_input: int, limit: int, call: GenerateCall) -> list[AdoptPlan]:
+    """Returns a plan for each kind of layer, whose shapes are equal; takes the arguments of `adopt`.
 
-    Repeats the rows of layers of other classes, and returns their number by class. A layer stays the library's if it is
-    not shared, and user code may read it or its window drops positions.
+    The common content of an input's rows is stored once if that is worthwhile. If no layer gains, all stay the
+    library's; so do layers of other classes (linear attention, …), and those that are not shared and that user code may
+    read or whose window drops positions.
     """
-    kinds: dict[tuple, list[tuple[Cache, int]]] = {}
-    repeated: Counter[str] = Counter()
+    may_share = rows_per_input > 1 and not call.host.custom_generate
+    plans: dict[Any, AdoptPlan] = {}
     gains = False
+
+    def storage_for(keys: Tensor, is_cross: bool) -> Storage:
+        costs = call.costs
+        shares = may_share and costs.should_share(keys, rows_per_input, is_cross, call.will_capture)
+        return Storage.SHARED if shares else Storage.REPEATED
+
     for part, is_cross in zip(parts(cache), (False, True)):
         for index, layer in enumerate(part.layers):
+            kind: Any = type(layer)
             if isinstance(layer, KVLayer):
-                continue
-            if type(layer) not in ADOPTED or getattr(layer, "record_past", False):  # used to roll back a window
-                _select_rows(layer, torch.arange(inputs).repeat_interleave(rows_per_input))
-                repeated[type(layer).__name__] += 1
+                kind, keys = layer.kv, layer.kv.segments(layer.index)[-1][0]
+                if kind not in plans:
+                    plans[kind] = AdoptPlan(storage_for(keys, is_cross=False), True, branched=layer.kv)
+            elif kind not in ADOPTED or getattr(layer, "record_past", False):  # used to roll back a window
+                reason = Reason("LAYER_TYPE", f"layers of {kind.__name__} stored for each row")
+                plans.setdefault(kind, AdoptPlan(Storage.LIBRARYS, False, reason=reason))
             elif layer.is_initialized and layer.keys.numel():
-                keys, shares = layer.keys, should_share(layer.keys, is_cross)
-                slides = getattr(layer, "sliding_window", None) is not None and not shares
-                outgrows_window = slides and layer.sliding_window <= keys.shape[2] + limit
-                stays = outgrows_window or (call.host.user_code and not shares)
-                writes = not (is_cross or slides or stays)
-                gains |= shares or (writes and call.costs.should_write_in_place(keys, rows_per_input, limit))
-                kind = is_cross, shares, stays, keys.shape, layer.values.shape, keys.dtype, keys.device
-                kinds.setdefault(kind, []).append((part, index))
-    return kinds, repeated, gains
+                keys, values = layer.keys, layer.values
+                storage = storage_for(keys, is_cross)
+                few = FEW_KEYS if may_share and storage is Storage.REPEATED else None
+                window = getattr(layer, "sliding_window", None) if storage is Storage.REPEATED else None
+                outgrows = window is not None and window <= keys.shape[2] + limit
+                if storage is Storage.REPEATED and (outgrows or call.host.user_code):
+                    storage = Storage.LIBRARYS
+                writes = storage is Storage.REPEATED and window is None and not is_cross
+                gains |= storage is Storage.SHARED
+                gains |= writes and call.costs.should_write_in_place(keys, rows_per_input, limit)
+                kind = is_cross, storage, keys.shape, values.shape, keys.dtype, keys.device
+                plans.setdefault(kind, AdoptPlan(storage, not is_cross, reason=few))
+            else:
+                continue
+            plans[kind].places.append((part, index))
+    for plan in plans.values():
+        if not gains and plan.branched is None:
+            plan.storage = Storage.LIBRARYS
+    return [*plans.values()]
 
 
-def _put_in(kv: KVCache, places: list[tuple[Cache, int]], shares: bool, limit: int | None, user_code: bool) -> None:
-    """Replaces these layers, all of one kind, by `KVLayer`s."""
-    layers = [part.layers[index] for part, index in places]
-    pairs = [(layer.keys.contiguous(), layer.values.contiguous()) for layer in layers]
-    if user_code:  # it may hold the tensors, and write into them
-        pairs = [(keys.clone(), values.clone()) for keys, values in pairs]
-    if limit is not None and not shares:
-        limit += layers[0].keys.shape[2]
-    for (part, index), layer, number in zip(places, layers, kv.add_layers([(pair,) for pair in pairs], limit)):
-        if not shares:
-            kv.repeat_prompt(number)
-        part.layers[index] = ADOPTED[type(layer)](layer, kv, number, user_code)
+def _report(plans: list[AdoptPlan], call: GenerateCall, is_prefix: bool) -> None:
+    """Adds to the report how layers are stored, and why they are not shared."""
+    counts: Counter[Any] = Counter()
+    for plan in plans:
+        counts[plan.reason or (plan.storage, plan.grows)] += len(plan.places)
+    if count := counts[Storage.SHARED, False]:
+        call.report.shared.append(f"cross-attention keys and values: once per input, {count} layers")
+    if count := counts[Storage.SHARED, True]:
+        what = "the prefix's keys and values: once for all rows" if is_prefix else PROMPT_ONCE
+        call.report.shared.append(f"{what}, {count} layers")
+    reasons = [(reason, count) for reason, count in counts.items() if isinstance(reason, Reason)]
+    counted = [replace(reason, text=f"{count} {reason.text}") for reason, count in reasons]
+    call.report.add_reasons(report.KV_CACHE, sorted(counted, key=attrgetter("code", "text"), reverse=True))
 
 
 def give_back(cache_ref: ref[Cache]) -> None:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from fastgen.ops import few_queries, lookup, rms_norm, simd
 from fastgen.ops.cpu_linear import skinny_gemm
+from fastgen.ops.fusion import fused
 from fastgen.ops.tracing import Diverged, Memory, NotRepeatable, TracedCall, Tracer, memories_of, memory_of
 
 # Operations that allocate without initialising: a replay has the memory already.
@@ -46,7 +47,7 @@ def capture(function: Callable[[], Any]) -> tuple[Callable[[], Any], int, set[Me
         raise NotRepeatable("it draws random numbers")
     returned = memories_of(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
     calls = _without_repeats(_without_unused(tracer.calls, returned), returned)
-    calls = skinny_gemm.fused(rms_norm.fused(calls, output), output)
+    calls = fused(calls, output, [*rms_norm.fusions(), *skinny_gemm.fusions()])
     needed, constant = _needed(calls)
     share_buffers(calls, returned | constant)
     storages = [tensor.untyped_storage() for call in needed for tensor in call.outputs if not call.writes]

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from fastgen.ops import simd
-from fastgen.ops.tracing import TracedCall, uses_of
+from fastgen.ops.fusion import Fusion, Name, Op, Values
+from fastgen.ops.tracing import TracedCall
 
 # With more rows, a weight is read several times.
 MOST_ROWS = 64
@@ -96,37 +97,23 @@ def _fake(
 torch.library.register_fake(OPERATION, _fake, lib=_LIBRARY)
 
 
-def fused(calls: list[TracedCall], output: Any) -> list[TracedCall]:
-    """Returns the calls with products fused with the relu, or the sum with other rows, that follows them.
-
-    Products whose result is used elsewhere are not fused. output: the return value of the recorded function.
-    """
-    operation, uses = torch.ops.fastgen.skinny_linear.default, uses_of(calls, output)
-    products = {id(call.result): number for number, call in enumerate(calls) if call.operation is operation}
-    result: dict[int, TracedCall] = dict(enumerate(calls))
-    for number, call in enumerate(calls):
-        for product, added in _candidates(call):
-            place = products.get(id(product), -1)
-            if place < 0 or uses[id(product)] > 1 or any(between.writes for between in calls[place:number]):
-                continue
-            if added is None or _can_be_added(added, product):
-                rows, weight, bias = calls[place].args[:3]
-                read = [tensor for tensor in (rows, weight, bias, added) if tensor is not None]
-                arguments = rows, weight, bias, added, added is None
-                result[number] = TracedCall(operation, arguments, {}, call.result, read, call.outputs)
-                del result[place]
-                break
-    return list(result.values())
+def _replacement(values: Values, last: TracedCall) -> TracedCall | None:
+    """Returns a product with the relu, or the sum with other rows, that follows it."""
+    product, added = values["product"], values.get("added")
+    if added is not None:
+        is_tensor = isinstance(added, Tensor) and added.shape == product.shape
+        if not (is_tensor and added.dtype == product.dtype and added.is_contiguous()):
+            return None
+    rows, weight, bias = values["rows"], values["weight"], values["bias"]
+    read = [tensor for tensor in (rows, weight, bias, added) if tensor is not None]
+    arguments = rows, weight, bias, added, added is None
+    return TracedCall(torch.ops.fastgen.skinny_linear.default, arguments, {}, last.result, read, last.outputs)
 
 
-def _candidates(call: TracedCall) -> list[tuple[Tensor, Tensor | None]]:
-    """Returns pairs of a tensor that this call may apply relu to, or add rows to, and these rows."""
-    if call.operation is torch.ops.aten.relu.default:
-        return [(call.args[0], None)]
-    if call.operation is torch.ops.aten.add.Tensor and len(call.read) == 2 and not call.kwargs:
-        return [(call.args[1], call.args[0]), (call.args[0], call.args[1])]
-    return []
-
-
-def _can_be_added(added: Tensor, product: Tensor) -> bool:
-    return bool(added.shape == product.shape and added.dtype == product.dtype and added.is_contiguous())
+def fusions() -> list[Fusion]:
+    """Returns how products are fused with the relu, or the sum with other rows, that follows them."""
+    aten, inputs = torch.ops.aten, (Name("rows"), Name("weight"), Name("bias"))
+    product = Op((torch.ops.fastgen.skinny_linear.default,), inputs, name="product")
+    rectified = Op((aten.relu.default,), (product,))
+    added = Op((aten.add.Tensor,), (Name("added"), product), commutes=True)
+    return [Fusion(rectified, _replacement), Fusion(added, _replacement)]

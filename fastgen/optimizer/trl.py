@@ -68,7 +68,8 @@ def token_scores(
     asked = [name for name, value in inputs.items() if value is not None] + ["compute_aux_loss"] * compute_aux_loss
 
     def shared(scorers: list[StateScorer]) -> Results:
-        buckets = buckets_sync(self, scorers, input_ids, attention_mask, asked)
+        leave_alone_for(unsupported_reasons(self, scorers, input_ids.shape[1], asked))
+        buckets = scorers[0].buckets_sync(input_ids, attention_mask)
         parts_of_rows = [*batches(buckets, input_ids.shape[1], input_ids[:batch_size].numel())]
         is_each_alone = len(parts_of_rows) == len(input_ids)
         leave_alone_for(that_hold(("ONE_ROW_PER_INPUT", "batches of batch_size hold one row", is_each_alone)))
@@ -115,7 +116,8 @@ def of_answers(
     tokens, mask, answers = inputs[TOKENS], inputs[MASK], inputs[COMPLETIONS]
 
     def shared(scorers: list[StateScorer]) -> Result:
-        buckets_sync(trainer, scorers, tokens, mask, [*asked, *(inputs.keys() - _OF_TEXTS)])
+        leave_alone_for(unsupported_reasons(trainer, scorers, tokens.shape[1], [*asked, *(inputs.keys() - _OF_TEXTS)]))
+        scorers[0].buckets_sync(tokens, mask)
         first = max(int(answers.any(dim=0).long().argmax()) - 1, 0)
         with ExitStack() as stack:
             for scorer in scorers:
@@ -169,10 +171,8 @@ def base_of(trainer: Any, model: nn.Module) -> Any:
     return unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped
 
 
-def buckets_sync(
-    trainer: Any, scorers: list[StateScorer], tokens: Tensor, mask: Tensor, asked: list[str]
-) -> list[Bucket]:
-    """Returns the buckets of rows that share something. Raises LeaveAlone if these models cannot, or gain nothing.
+def unsupported_reasons(trainer: Any, scorers: list[StateScorer], columns: int, asked: list[str]) -> list[Reason]:
+    """Returns why these models cannot share beginnings; of the first, `buckets_sync` finds others.
 
     asked: what the trainer passes to the models besides texts, or expects besides scores.
     """
@@ -180,16 +180,13 @@ def buckets_sync(
     reads_tokens = ("is_prompt_learning", "alora_invocation_tokens")
     virtual = [str(one.peft_type) for one in configs.values() if any(getattr(one, name, None) for name in reads_tokens)]
     is_split = getattr(trainer.accelerator, "parallelism_config", None) is not None
-    leave_alone_for(
-        that_hold(
-            ("TRAINER", "the trainer uses {}", sorted(asked)[:1]),
-            ("TRAINER", "the rows or columns of a batch are split among devices", is_split),
-            ("VIRTUAL_TOKENS", "{} puts tokens of its own before the prompt, or looks for some in it", virtual[:1]),
-            *(scorer.reasons(tokens.shape[1]) for scorer in scorers[1:]),
-            scorers[0].reasons_in_backbone,
-        )
+    return that_hold(
+        ("TRAINER", "the trainer uses {}", sorted(asked)[:1]),
+        ("TRAINER", "the rows or columns of a batch are split among devices", is_split),
+        ("VIRTUAL_TOKENS", "{} puts tokens of its own before the prompt, or looks for some in it", virtual[:1]),
+        *(scorer.reasons_in_backbone or scorer.unsupported_reasons(columns) for scorer in scorers[1:]),
+        scorers[0].reasons_in_backbone,
     )
-    return scorers[0].buckets_sync(tokens, mask)
 
 
 def batches(buckets: Iterable[Bucket], columns: int, limit: int) -> Iterator[list[int]]:
@@ -224,10 +221,6 @@ class StateScorer(TokenScorer):
             ("TRAINER", "the model returns router logits", bool(getattr(config, "output_router_logits", False))),
         )
 
-    def reasons(self, columns: int) -> list[Reason]:
-        """Returns why beginnings cannot be shared; `buckets_sync` finds the same for the first model."""
-        return self.reasons_in_backbone or self.unsupported_reasons(columns)
-
     @contextmanager
     def in_place_of_backbone(self, tokens: Tensor, mask: Tensor) -> Iterator[None]:
         """A context in which the backbone returns the states of these rows' last columns, as many as it is passed."""
@@ -253,9 +246,9 @@ class StateScorer(TokenScorer):
         last = states.new_zeros(len(states), 1, states.shape[2])  # it would predict a token after the last
         return BaseModelOutputWithPast(last_hidden_state=torch.cat([states, last], dim=1))
 
-    def _logits(self, columns: int, input_ids: Tensor, mask: Tensor | None, cache: Any = None) -> Tensor:
-        outputs = self.forward(input_ids, attention_mask=mask, use_cache=cache is not None, **{CACHE: cache})
+    def logits(self, columns: int, tokens: Tensor, mask: Tensor | None, node: Any = None) -> Tensor:
+        outputs = self.forward(tokens, attention_mask=mask, use_cache=node is not None, **{CACHE: node})
         return outputs.last_hidden_state[:, -columns:]
 
-    def _scores(self, tokens: Tensor, logits: Tensor) -> Scores:
+    def scores(self, tokens: Tensor, logits: Tensor) -> Scores:
         return [logits]

@@ -63,7 +63,7 @@ PARTS = {
     "forward of a draft": f"{_TRANSFORMERS}.drafts:DraftedSteps._forward",
     "find a prefix": f"{_TRANSFORMERS}.kept_prefix:PrefixReuse.match_sync",
     "read weights": f"{_TRANSFORMERS}.kept_prefix:weights_of",
-    "score tokens": f"{_TRANSFORMERS}.log_likelihoods:Scorer._forward",
+    "score tokens": f"{_TRANSFORMERS}.log_likelihoods:Scorer._log_probs",
     "streams of ProphetNet": f"{_TRANSFORMERS}.models.prophetnet:_streams",
     # Facts about a model, and reports of calls.
     "line of a report": f"{_DECODING}.report:Report.summary",

@@ -15,7 +15,6 @@ Tests: tests/optimizer/transformers/test_log_likelihoods.py
 
 from __future__ import annotations
 
-import inspect
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
@@ -27,17 +26,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DynamicCache
 
-from fastgen.models.cache_names import CACHE
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.report import PREFILL, Reason
-from fastgen.optimizer.transformers import checks, prefixes
 from fastgen.optimizer.transformers.checks import generate_call
 from fastgen.optimizer.transformers.context_groups import Context, Group, Pair, Tokens, batches, contexts_of, groups_of
-from fastgen.optimizer.transformers.prefill import expand_cache
+from fastgen.optimizer.transformers.shared_forward import SharedForward
 from fastgen.optimizer.transformers.sources import shared_scores
 
 LogLikelihood = tuple[float, bool]
@@ -178,15 +173,16 @@ def _encoded(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-class Scorer:
-    """The forwards of one call, for decoder-only models."""
+class Scorer(SharedForward):
+    """Scores continuations of contexts, with common prefixes and contexts computed once."""
+
+    gives_positions = True
 
     def __init__(
         self, call: GenerateCall, model: Any, tokens_per_batch: int, softmax_dtype: torch.dtype | None = torch.float32
     ) -> None:
-        self.call, self.model, self.tokens_per_batch, self.softmax_dtype = call, model, tokens_per_batch, softmax_dtype
-        self.accepted = set(inspect.signature(model.forward).parameters)
-        self.size = size_of(model, checks.KNOWN)
+        super().__init__(call, model)
+        self.tokens_per_batch, self.softmax_dtype = tokens_per_batch, softmax_dtype
 
     def answers(self, contexts: list[Context]) -> dict[Pair, LogLikelihood]:
         """Returns the answer to each pair of a context and a continuation."""
@@ -210,32 +206,14 @@ class Scorer:
         elif not self.call.costs.should_split_prefix(self.size, count):
             reasons = [Reason("PREFIX_SHORT", "contexts are too short to gain", saved)]
         else:
-            reasons = self._unsupported_reasons(contexts)
+            # Padding is between a prefix and the rest of a context, so a window must hold the columns of all rows.
+            most = max(len(context.tokens) for context in contexts)
+            longest = max(len(one) for context in contexts for one in context.continuations)
+            reasons = self.unsupported_reasons(most + longest)
         self.call.report.add_reasons(PREFILL, reasons)
         if not reasons:
             self.call.report.shared.append(f"contexts: once for all their continuations, {saved}")
         return [] if reasons else groups
-
-    def _unsupported_reasons(self, contexts: list[Context]) -> list[Reason]:
-        # Padding is between a prefix and the rest of a context, so a window must hold the columns of all rows.
-        most = max(len(tokens) for tokens, _ in contexts) + max(len(one) for _, all_of in contexts for one in all_of)
-        cache = DynamicCache(config=self.model.config)
-        of_call = checks.CallChecks(self.call, self.model)
-        if reasons := of_call.prefix(cache, most, True) + of_call.rows:
-            return reasons
-        columns = {  # of two tokens after one of padding
-            "input_ids": [0, *(contexts[0].tokens * 2)[:2]],
-            "attention_mask": [0, 1, 1],
-            **({"position_ids": [0, 0, 1]} if prefixes.POSITIONS in self.accepted else {}),
-        }
-        arguments = {name: torch.tensor([row], device=self.model.device) for name, row in columns.items()}
-        facts = self.call.facts_of(self.model, checks.KNOWN)
-
-        def forward(tried: dict[str, Any]) -> Any:
-            return self.model(**prefixes.without_cached_columns(tried), use_cache=True)
-
-        two = prefixes.CommonPrefix(2, padding=torch.ones(1, dtype=torch.int64, device=self.model.device))
-        return prefixes.model_reasons(facts, forward, two, {**arguments, CACHE: cache})
 
     def shared(self, groups: list[Group]) -> Iterator[tuple[Pair, LogLikelihood]]:
         """Yields the answers, with common prefixes and contexts computed once."""
@@ -243,32 +221,30 @@ class Scorer:
         saved = [(length, length * (len(parts) - 1)) for parts, length in groups if length]
         if saved:
             self.call.report.set_prefix(max(saved)[0], sum(tokens for _, tokens in saved), groups=len(saved))
-        for parts, length in groups:
-            prefix = DynamicCache(config=self.model.config)
-            if length:
-                self._forward(torch.tensor([parts[0].tokens[:length]]), torch.ones(1, length), prefix, 1)
-            ordered = sorted(parts, key=lambda context: (len(context.suffixes), len(context.tokens)))
-            for batch in batches(ordered, methodcaller("shape", length), self.tokens_per_batch):
-                yield from self._batch(batch, prefix, length)
+        with self.sharing():
+            for parts, length in groups:
+                prefix = None
+                if length:
+                    prefix = self.node(1)
+                    self._log_probs(torch.tensor([parts[0].tokens[:length]]), torch.ones(1, length), 1, prefix)
+                ordered = sorted(parts, key=lambda context: (len(context.suffixes), len(context.tokens)))
+                for batch in batches(ordered, methodcaller("shape", length), self.tokens_per_batch):
+                    yield from self._batch(batch, prefix, length)
 
-    def _batch(self, batch: list[Context], prefix: DynamicCache, length: int) -> Iterator[tuple[Pair, LogLikelihood]]:
+    def _batch(self, batch: list[Context], prefix: Any, length: int) -> Iterator[tuple[Pair, LogLikelihood]]:
         rests, mask = _padded([context.tokens[length:] for context in batch], left=True)
         suffixes = [context.suffixes for context in batch]
         _, most, longest = map(max, zip(*(context.shape(length) for context in batch)))
-        cache: Any = DynamicCache(config=self.model.config)
-        if length:
-            for number, layer in enumerate(prefix.layers):
-                cache.update(layer.keys, layer.values, number)
-            expand_cache(self.model, cache, 1, len(batch), rests.shape[1] + longest, self.call, is_prefix=True)
         mask = torch.cat([torch.ones(len(batch), length), mask], dim=1)
-        first = self._forward(rests, mask, cache, 1)[:, -1]  # [contexts, vocabulary_size]
+        contexts = self.node(len(batch), prefix, is_leaf=not most)
+        first = self._log_probs(rests, mask, 1, contexts)[:, -1]  # [contexts, vocabulary_size]
         then = torch.empty(len(batch), 0, 0, first.shape[-1])
         if most:
-            expand_cache(self.model, cache, len(batch), most, longest, self.call)
             rows = [row for group in suffixes for row in (*group, *[(0,)] * (most - len(group)))]
             tokens, _ = _padded(rows, left=False)
             mask = torch.cat([mask.repeat_interleave(most, 0), torch.ones(tokens.shape)], dim=1)
-            then = self._forward(tokens, mask, cache, longest).unflatten(0, (len(batch), most))
+            continuations = self.node(len(rows), contexts, is_leaf=True)
+            then = self._log_probs(tokens, mask, longest, continuations).unflatten(0, (len(batch), most))
         for row, context in enumerate(batch):
             for continuation in context.continuations:
                 scores = first[row : row + 1]
@@ -286,30 +262,17 @@ class Scorer:
         for batch in batches(sorted(asked, key=len), lambda row: (len(row), 0, 0), self.tokens_per_batch):
             tokens, mask = _padded(batch, left=False)
             columns = tokens.shape[1] + 1 - min(len(before) for row in batch for before, _ in asked[row])
-            logits = self._forward(tokens, mask, None, columns)
-            for row, scores in zip(batch, logits):
+            log_probs = self._log_probs(tokens, mask, columns)
+            for row, scores in zip(batch, log_probs):
                 for before, continuation in asked[row]:
                     start = len(before) - 1 - (tokens.shape[1] - columns)
                     continuation_scores = scores[start : start + len(continuation)]
                     yield (before, continuation), _likelihood(continuation_scores, continuation)
 
-    def _forward(self, tokens: Tensor, mask: Tensor, cache: DynamicCache | None, columns: int) -> Tensor:
-        """Returns log-probabilities `[rows, columns, vocabulary_size]` for the last columns of tokens `[rows, length]`.
-
-        mask: `[rows, cached length + length]`, 1 for visible tokens.
-        """
-        device, arguments = self.model.device, {}
-        if prefixes.POSITIONS in self.accepted:
-            positions = (mask.long().cumsum(dim=1) - 1).clamp_(min=0)[:, -tokens.shape[1] :]
-            arguments[prefixes.POSITIONS] = positions.to(device)
-        if "logits_to_keep" in self.accepted:
-            arguments["logits_to_keep"] = columns
-        if not mask.all():
-            arguments[prefixes.MASK] = mask.long().to(device)
-        outputs = self.model(
-            tokens.to(device), **{CACHE: cache}, use_cache=cache is not None, return_dict=True, **arguments
-        )
-        return functional.log_softmax(outputs.logits[:, -columns:], dim=-1, dtype=self.softmax_dtype)
+    def _log_probs(self, tokens: Tensor, mask: Tensor, columns: int, node: Any = None) -> Tensor:
+        """Returns log-probabilities `[rows, columns, vocabulary_size]`; takes the arguments of `logits`."""
+        logits = self.logits(columns, tokens.to(self.model.device), mask.long(), node)
+        return functional.log_softmax(logits, dim=-1, dtype=self.softmax_dtype)
 
 
 def _padded(rows: Sequence[Tokens], left: bool) -> tuple[Tensor, Tensor]:

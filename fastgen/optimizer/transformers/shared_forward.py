@@ -1,0 +1,150 @@
+"""A model's forwards over a tree of token sequences: what several sequences begin with goes through it once.
+
+    node        prefix [1, P] ──> contexts [n, R] ──> continuations [n * m, C]
+    its keys    [1, H, P, D]      [n, H, R, D]        attention sees them after those of all ancestors, in segments
+
+A node is one forward of rows of equal length. Its cache is a `DynamicCache` of `NodeLayer`s. `log_likelihoods` and
+`token_log_probs` build such trees. Autograd records all forwards: keys of a node get the sum of the gradients of all
+rows that attend to them.
+
+Tests: tests/optimizer/transformers/test_token_log_probs.py, tests/optimizer/transformers/test_log_likelihoods.py
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from fastgen.models.cache_names import CACHE
+from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.cost_model import size_of
+from fastgen.optimizer.decoding.report import Reason
+from fastgen.optimizer.decoding.segmented_kv import KV, in_segments
+from fastgen.optimizer.transformers import checks, prefixes
+from fastgen.optimizer.transformers.checkpointing import checkpointing, checkpointing_modules, switched_off
+from fastgen.optimizer.transformers.checkpointing import unsupported_reasons as checkpointing_reasons
+from fastgen.optimizer.transformers.models import latent_attention
+
+# Of a mixture of experts: the loss of its routers would need masks of the parts, and nobody reads it here.
+ROUTERS = "output_router_logits"
+
+
+class NodeLayer(DynamicLayer):
+    """A layer of a node, which stores the first keys and values that it gets, with their graph; a leaf stores none.
+
+    A layer of the model that is computed again for the backward gets the same keys and values back.
+    ancestors: the segments before them, those of the root first. usage: see `SegmentedKV`.
+    """
+
+    is_initialized: bool
+
+    def __init__(
+        self, like: DynamicLayer, rows: int, usage: Counter[str], is_leaf: bool, ancestors: tuple[KV, ...] = ()
+    ) -> None:
+        super().__init__()
+        self.is_sliding, self.rows, self.usage = like.is_sliding, rows, usage
+        self.is_leaf, self.ancestors = is_leaf, ancestors
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KV:
+        if not (self.is_leaf or self.is_initialized):
+            self.dtype, self.device = key_states.dtype, key_states.device
+            self.keys, self.values, self.is_initialized = key_states, value_states, True
+        return in_segments([*self.ancestors, (key_states, value_states)], self.rows, self.usage)
+
+    def get_seq_length(self) -> int:
+        """Returns the number of positions before those of this node; the root counts its own once it has them."""
+        if self.ancestors:
+            return sum(keys.shape[2] for keys, _ in self.ancestors)
+        return super().get_seq_length()
+
+    def child(self, rows: int, is_leaf: bool) -> NodeLayer:
+        """Returns the same layer of a node whose rows continue those of this one."""
+        return NodeLayer(self, rows, self.usage, is_leaf, (*self.ancestors, (self.keys, self.values)))
+
+
+class SharedForward:
+    """The forwards of a decoder-only model in one call. gives_positions: whether rows are passed their positions."""
+
+    gives_positions = False
+
+    def __init__(self, call: GenerateCall, model: Any) -> None:
+        self.call, self.model, self.size = call, model, size_of(model, checks.KNOWN)
+        self.accepted = set(inspect.signature(model.forward).parameters)
+
+    def unsupported_reasons(self, length: int) -> list[Reason]:
+        """Returns why a forward of this model cannot be continued from another one, with gradients or without.
+
+        length: the most columns of a row.
+        """
+        modules = checkpointing_modules(self.model)
+        with switched_off(modules), torch.no_grad():  # the caches of the trial are not written in place
+            return checkpointing_reasons(modules) or self._unsupported_reasons(length)
+
+    def _unsupported_reasons(self, length: int) -> list[Reason]:
+        cache, moves_columns = DynamicCache(config=self.model.config), self.gives_positions
+        of_call = checks.CallChecks(self.call, self.model)
+        if reasons := of_call.prefix(cache, length, moves_columns) + of_call.rows:
+            return reasons
+        columns = {"input_ids": [1, 1], "attention_mask": [1, 1]}
+        prefix = prefixes.CommonPrefix(2)
+        if moves_columns:  # padding may be between a node and its parent
+            columns = {"input_ids": [0, 1, 1], "attention_mask": [0, 1, 1], prefixes.POSITIONS: [0, 0, 1]}
+            prefix = prefixes.CommonPrefix(2, padding=torch.ones(1, dtype=torch.int64, device=self.model.device))
+        arguments: dict[str, Any] = {
+            name: torch.tensor([row], device=self.model.device)
+            for name, row in columns.items()
+            if name != prefixes.POSITIONS or name in self.accepted
+        }
+        arguments |= {CACHE: cache, **({ROUTERS: False} if ROUTERS in self.accepted else {})}
+        facts = self.call.facts_of(self.model, checks.KNOWN)
+
+        def forward(tried: dict[str, Any]) -> Any:
+            before = facts.row_tensors()
+            outputs = self.model(**prefixes.without_cached_columns(tried), use_cache=True)
+            facts.row_states = of_call.row_states({2}, before) or facts.row_states
+            return outputs
+
+        return prefixes.model_reasons(facts, forward, prefix, arguments) or facts.row_states or []
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """A context of forwards of nodes: layers checkpoint with their cache, and latents are expanded once."""
+        modules = checkpointing_modules(self.model)
+        facts = self.call.facts_of(self.model, checks.KNOWN)
+        # Not in layers that are computed again outside of this context.
+        latents = nullcontext() if modules else latent_attention.expanding_in_parts(facts.modules.values())
+        with switched_off(modules), checkpointing(modules), latents:
+            yield
+
+    def node(self, rows: int, parent: Any = None, is_leaf: bool = False) -> Any:
+        """Returns the empty cache of a node with so many rows.
+
+        parent: the filled one whose rows they continue. is_leaf: whether no rows will continue these.
+        """
+        node: Any = DynamicCache(config=self.model.config)
+        if parent is None:
+            node.layers = [NodeLayer(layer, rows, self.call.report.kernels, is_leaf) for layer in node.layers]
+        else:
+            node.layers = [layer.child(rows, is_leaf) for layer in parent.layers]
+        return node
+
+    def logits(self, columns: int, tokens: Tensor, mask: Tensor | None, node: Any = None) -> Tensor:
+        """Returns the logits `[rows, columns, vocabulary_size]` of the last columns of tokens `[rows, length]`.
+
+        mask: `[rows, length]` with the columns of all ancestors, 1 for visible tokens; None if all are visible.
+        """
+        arguments = {prefixes.MASK: mask, CACHE: node, "logits_to_keep": columns, ROUTERS: False}
+        if self.gives_positions and mask is not None:
+            positions = (mask.long().cumsum(dim=1) - 1).clamp_(min=0)[:, -tokens.shape[1] :]
+            arguments[prefixes.POSITIONS] = positions.to(tokens.device)
+            arguments[prefixes.MASK] = None if mask.all() else mask.to(tokens.device)
+        arguments = {name: value for name, value in arguments.items() if value is not None and name in self.accepted}
+        outputs = self.model(tokens, use_cache=node is not None, return_dict=True, **arguments)
+        return outputs.logits[:, -columns:]

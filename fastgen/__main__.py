@@ -48,7 +48,8 @@ def main(argv: list[str]) -> None:
         with reader_may_leave():
             sys.exit(verify.main(argv[1:]))
     first = next((i for i, word in enumerate(argv) if word == "-m" or not word.startswith("-")), len(argv))
-    own, program = argv[:first], argv[first:]
+    own = argv[:first]
+    program = argv[first:]
     with reader_may_leave():
         _parser().parse_args(own)
         if not program:
@@ -190,7 +191,8 @@ def _import_hosts() -> dict[str, str]:
 
     Silences what hosts log at import, such as fairseq about missing packages for training.
     """
-    errors, disabled = {}, logging.root.manager.disable
+    errors = {}
+    disabled = logging.root.manager.disable
     logging.disable(max(disabled, logging.INFO))
     try:
         for patch in PATCHES:

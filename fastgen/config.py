@@ -72,7 +72,8 @@ def _parsed(name: str, text: str) -> bool | str:
     """Returns the value of an environment variable in the field's type."""
     if name == "cache":
         return text
-    accepted, value = _CHOICES.get(name), text.lower()
+    accepted = _CHOICES.get(name)
+    value = text.lower()
     if value not in (accepted or _ON + _OFF):
         raise ValueError(f"{_variable(name)}={text!r} (accepted: {', '.join(accepted or ('1', '0'))})")
     return value if accepted else value in _ON
@@ -93,11 +94,14 @@ def configure(**settings: bool | str | os.PathLike[str]) -> None:
         if name not in names:
             raise TypeError(f"configure() takes no argument {name}={value!r} (accepted: {', '.join(names)})")
         if name == "cache":
-            is_accepted, accepted = isinstance(value, (str, os.PathLike)), "the path of a folder"
+            is_accepted = isinstance(value, (str, os.PathLike))
+            accepted = "the path of a folder"
         elif name in _CHOICES:
-            is_accepted, accepted = value in _CHOICES[name], ", ".join(map(repr, _CHOICES[name]))
+            is_accepted = value in _CHOICES[name]
+            accepted = ", ".join(map(repr, _CHOICES[name]))
         else:
-            is_accepted, accepted = isinstance(value, bool), "True, False"
+            is_accepted = isinstance(value, bool)
+            accepted = "True, False"
         if not is_accepted:
             raise ValueError(f"configure({name}={value!r}) (accepted: {accepted})")
     for name, value in settings.items():

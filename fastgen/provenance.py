@@ -39,14 +39,17 @@ def _modules_of(code: Any) -> set[str]:
             code = code.__func__
         kind = type(code)
         if kind is types.FunctionType:
-            module, code = code.__globals__.get("__name__"), vars(code).get("__wrapped__")
+            module = code.__globals__.get("__name__")
+            code = vars(code).get("__wrapped__")
         elif issubclass(kind, (type, types.BuiltinFunctionType)):
-            module, code = code.__module__, None
+            module = code.__module__
+            code = None
         elif issubclass(kind, (functools.partial, functools.partialmethod, functools.cached_property)):
             module, code = kind.__module__, code.func
         elif issubclass(kind, property):
             module, code = kind.__module__, code.fget
         else:
-            module, code = kind.__module__, getattr(code, "__wrapped__", None)
+            module = kind.__module__
+            code = getattr(code, "__wrapped__", None)
         modules.add(str(module))
     return modules

@@ -97,7 +97,8 @@ class AudioInput:
         except Exception as error:  # untrusted files, read by libraries that raise anything
             raise RecordError(f"{name}: cannot be read ({reason(error)})") from error
         # The number of frames; an attention mask counts those that are not padding.
-        mask, features = item.arrays.get("attention_mask"), next(iter(item.arrays.values()))
+        mask = item.arrays.get("attention_mask")
+        features = next(iter(item.arrays.values()))
         item.length = max(features.shape) if mask is None else int(mask.sum())
 
 
@@ -127,7 +128,8 @@ def _read(path: Path, rate: int, most_samples: int | None) -> np.ndarray:
         raise RecordError("is a folder (accepted: an audio file)" if path.is_dir() else "there is no such file")
     path.open("rb").close()  # without permission, libsndfile would only say "System error"
     most = math.inf if most_samples is None else most_samples / rate
-    parts, seconds = [], 0.0
+    parts = []
+    seconds = 0.0
     try:
         for source, has_length in _sources(path):
             samples, own_rate = _samples(path, source, has_length, seconds, most)
@@ -217,7 +219,8 @@ def _samples(path: Path, source: Any, has_length: bool, heard: float, most: floa
         file.seekable = lambda: False
         sound = file.read(min(frames, limit + 1), dtype="float32", always_2d=True)  # [S, channels]
     if len(sound) > limit:
-        lasts, accepted = heard + frames / rate, f"accepted: up to {most:g} s"
+        lasts = heard + frames / rate
+        accepted = f"accepted: up to {most:g} s"
         raise RecordError(f"lasts {lasts:g} s, and MODEL hears {most:g} s ({accepted})")
     if has_length:
         _check_complete(path, len(sound), frames, rate, log)
@@ -233,7 +236,8 @@ def _check_complete(path: Path, frames_read: int, frames: int, rate: int, log: s
     """
     corrected = CORRECTED_SIZE.search(log)
     if corrected is not None and int(corrected[1]) < SIZE_OF_STREAMS:
-        claimed, size = int(corrected[1]), max(1, int(corrected[2]))
+        claimed = int(corrected[1])
+        size = max(1, int(corrected[2]))
         frames = round(frames * claimed / size)
         if 0 < claimed - size <= min(MISSING_BYTES, MISSING_SECONDS * rate * size / max(1, frames_read)):
             logger.warning("%s: its header names %d bytes more than the file holds", path, claimed - size)

@@ -304,7 +304,8 @@ class BatchConfig:
     def check_outputs(self, number: int) -> None:
         """Raises InputError for several outputs per line of text, unless `join_outputs` is set."""
         if number > 1 and not self.join_outputs and not self.writes_records:
-            asked, joined = self.named("num_return_sequences", number), self.named("join_outputs", True)
+            asked = self.named("num_return_sequences", number)
+            joined = self.named("join_outputs", True)
             ways = f"{self.named('output_format', 'jsonl')}, or {joined} to join them with ####"
             raise InputError(f"{asked} does not go with one line of text per input (accepted: {ways})")
 
@@ -320,7 +321,8 @@ class BatchConfig:
 
     def _check_settings(self) -> None:
         """Raises InputError for settings of generate that cannot be set, or that have no effect."""
-        settings, from_file = dict(self.gen), self.generation_config or {}
+        settings = dict(self.gen)
+        from_file = self.generation_config or {}
         asked = [(name, value, self.named(name, value)) for name, value in self.gen]
         asked += [(name, value, f"{self.named('generation_config')}: {name}") for name, value in from_file.items()]
         for name, value, what in asked:
@@ -343,7 +345,8 @@ class BatchConfig:
         scored = self.setting("reference_path") or self.setting("reference_field")
         score_path = self.setting("score_path")
         references, field_of, in_format = map(self.named, ("reference_path", "reference_field", "input_format"))
-        is_text, has_records = not self.reads_records, names_records(self.reference_path or "")
+        is_text = not self.reads_records
+        has_records = names_records(self.reference_path or "")
         of_records = ["text_field", "id_field", *([] if self.reference_path else ["reference_field"])]
         joined, written = self.setting("join_outputs"), self.setting("output_format")
         mistakes = [

@@ -159,7 +159,8 @@ def read_chunks(
 
     Chunks from a slow stream have the lines that have arrived. Lines of more than `longest` bytes are cut.
     """
-    number, last = 0, sys.maxsize if n_obs is None else n_obs
+    number = 0
+    last = sys.maxsize if n_obs is None else n_obs
     with opened("INPUT", path, as_records=as_records) as file:
         for ended in _ended_lines(file, longest):
             for start in range(0, len(ended), lines):
@@ -189,7 +190,8 @@ def _ended_lines(file: Any, longest: int) -> Iterator[list[bytes]]:
         *ended, rest = block.split(b"\n")
         if ended:
             ended[0] = b"".join([*begun, ended[0]])
-            begun, held = [], 0
+            begun = []
+            held = 0
             yield ended
         if rest and held <= longest:
             begun.append(rest)

@@ -141,7 +141,8 @@ class TextGenerator:
 
 def _config(model: str, settings: dict[str, Any]) -> BatchConfig:
     """Returns the settings of a run without files. Raises InputError for settings that it does not have."""
-    names, of_generate = {each.name for each in settings_of_run()} - set(OF_FILES), generation_fields()
+    names = {each.name for each in settings_of_run()} - set(OF_FILES)
+    of_generate = generation_fields()
     own: dict[str, Any] = {"gen": list(dict(settings.get("gen") or {}).items())}
     for name, value in settings.items():
         if (setting := OTHER_NAMES.get(name, name)) in OF_FILES:

@@ -176,7 +176,8 @@ class Journal(StreamOutput):
             files.write_whole(self.path, head)
             self._end = len(head)
         self.signature = signature
-        self._file, self._sounds = FileIO(self.path, "r+"), sounds
+        self._file = FileIO(self.path, "r+")
+        self._sounds = sounds
         self._cut()
         if sounds is not None:
             sounds.begin(resumes=self.records > 0)
@@ -262,7 +263,8 @@ class Journal(StreamOutput):
 
     def _load(self) -> None:
         """Reads what earlier runs have written, and drops what follows the last complete batch."""
-        resume, again = self._args.setting("resume"), f"remove {self.path} to start again"
+        resume = self._args.setting("resume")
+        again = f"remove {self.path} to start again"
         if not self.path.is_file():
             raise InputError(f"{resume}: {self.path} is not a file ({again})")
         with self.path.open("rb") as file:
@@ -276,7 +278,8 @@ class Journal(StreamOutput):
             for place, line in enumerate(file, start=2):
                 if not line.endswith(b"\n"):
                     break  # incomplete: the run was killed while writing it
-                payload, damage = _payload(line), ""
+                payload = _payload(line)
+                damage = ""
                 if isinstance(payload, list):
                     number, length, group, key, failed, _ = payload
                     damage = "repeats a record" if number in pending or self._offset(number) >= 0 else ""
@@ -288,7 +291,8 @@ class Journal(StreamOutput):
                 else:
                     for entry, start in pending.values():
                         self._add(entry, start)
-                    pending, self._end = {}, offset + len(line)
+                    pending = {}
+                    self._end = offset + len(line)
                 if damage:
                     raise InputError(f"{resume}: {self.path} is damaged: line {place} {damage} ({again})")
                 offset += len(line)

@@ -156,7 +156,8 @@ def set_date(loaded: Loaded) -> BatchConfig:
 
     Raises InputError for a date that the template does not have, and for shards that would have several dates.
     """
-    args, template = loaded.args, loaded.tokenizer.get_chat_template()
+    args = loaded.args
+    template = loaded.tokenizer.get_chat_template()
     if CLOCK not in template:
         if args.date not in (None, TODAY):
             raise InputError(f"{args.setting('date')}: the chat template of MODEL {args.model} has no date")
@@ -238,12 +239,14 @@ def check_limits(loaded: Loaded) -> None:
 
 def lengths_of_inputs(loaded: Loaded) -> tuple[int | None, tuple[int, str] | None]:
     """Returns the length to which inputs are truncated, or None, and their limit as from `input_limit`."""
-    args, limit = loaded.args, input_limit(loaded)
+    args = loaded.args
+    limit = input_limit(loaded)
     asked = args.max_tokenizer_length
     if args.truncation:
         return min(filter(None, (asked, limit and limit[0])), default=None), limit
     if args.no_truncation and asked is not None:
-        limit, asked = min(filter(None, (limit, (asked, args.setting("max_tokenizer_length"))))), None
+        limit = min(filter(None, (limit, (asked, args.setting("max_tokenizer_length")))))
+        asked = None
     return asked, limit
 
 
@@ -259,7 +262,8 @@ def input_limit(loaded: Loaded, new_tokens: int | None = None) -> tuple[int, str
     # --max_tokenizer_length replaces the tokenizer's own limit.
     if args.max_tokenizer_length is None and (own := loaded.tokenizer.model_max_length) < NO_LIMIT:
         limits.append((own, f"MODEL's tokenizer; {args.named('max_tokenizer_length')} sets another"))
-    number, total = positions(loaded.model.config, loaded.reads), loaded.value("max_length")
+    number = positions(loaded.model.config, loaded.reads)
+    total = loaded.value("max_length")
     new_tokens = new_tokens or loaded.value("max_new_tokens")
     if loaded.reads == "encoder" and number is not None:
         limits.append((number, "MODEL's positions"))

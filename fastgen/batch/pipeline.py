@@ -171,7 +171,8 @@ class SplitOnOOM:
         return self._parts(batch, start) if batch.inputs else []
 
     def _parts(self, batch: Batch, start: int) -> list[GeneratedBatch]:
-        items, rows = batch.items, len(batch.items)
+        items = batch.items
+        rows = len(batch.items)
         if rows == 1 or self.too_large is None or rows * max(item.length for item in items) < self.too_large:
             generated = self._generate(batch, start)
             if isinstance(generated, GeneratedBatch):
@@ -203,7 +204,8 @@ class SplitOnOOM:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        rows, longest = len(part.items), max(item.length for item in part.items)
+        rows = len(part.items)
+        longest = max(item.length for item in part.items)
         if rows > 1:
             self.too_large = min(rows * longest, self.too_large or rows * longest)
             many = f"{rows} inputs of length {longest}"
@@ -347,7 +349,9 @@ class Pipeline:
             before.result()
         self._write(_ready(batch), amount)
         for item in batch.items:  # copies may still need the outputs
-            item.line, item.arrays, item.copies = Line(item.line.number), None, []
+            item.line = Line(item.line.number)
+            item.arrays = None
+            item.copies = []
 
 
 def _ready(batch: Batch) -> list[Item]:

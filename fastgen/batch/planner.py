@@ -126,7 +126,8 @@ class Planner:
             number = window * self.window
             others: list[Item] = []  # items without generation, which are written with the next batch
             for batch in self._batches(self._generated(lines, others, firsts)):
-                batch.number, batch.others = number, others[:]
+                batch.number = number
+                batch.others = others[:]
                 yield batch
                 others.clear()
                 number += 1
@@ -168,7 +169,8 @@ class Planner:
             tokens += item.length
             if tokens >= self.window_tokens:
                 yield from self._sorted(waiting)
-                waiting, tokens = [], 0
+                waiting = []
+                tokens = 0
         yield from self._sorted(waiting)
 
     def _sorted(self, items: list[Item]) -> list[Batch]:
@@ -197,12 +199,14 @@ class Planner:
             is_full = self.padded_tokens is not None and padded_tokens > self.padded_tokens
             if batch and (batch[0].group != item.group or is_full):
                 yield batch
-                batch, longest = [], 0
+                batch = []
+                longest = 0
             batch.append(item)
             longest = max(longest, item.length)
             if len(batch) == self.rows:
                 yield batch
-                batch, longest = [], 0
+                batch = []
+                longest = 0
         if batch:
             yield batch
 
@@ -236,7 +240,8 @@ def make_planner(args: BatchConfig, loaded: Loaded, in_order: bool, by_head: boo
     """Returns the planner for the settings; in_order: whether batches keep the order of INPUT."""
     # batch_tokens counts all rows that generate makes from an input.
     padded_tokens = None if args.batch_tokens is None else max(1, args.batch_tokens // rows_per_input(loaded))
-    window, window_tokens = lines_per_window(args), math.inf
+    window = lines_per_window(args)
+    window_tokens = math.inf
     if args.window is None and padded_tokens is not None:
         window_tokens = BATCHES_PER_WINDOW * padded_tokens
     # Long recordings: as many frames as the same number of recordings of Whisper's window have.

@@ -166,7 +166,8 @@ def field(record: dict[str, Any], path: str) -> Any:
             whose = "its fields" if value is record else f"in {quoted(path[: -len(rest) - 1])}"
             names = shorten(", ".join(map(quoted, parts)), LONGEST_LIST, placeholder=" …") or "none"
             raise RecordError(f"has no field {quoted(path)} ({whose}: {names})")
-        value, rest = parts[name], rest[len(name) + 1 :]
+        value = parts[name]
+        rest = rest[len(name) + 1 :]
     return value
 
 
@@ -305,7 +306,8 @@ def _openai(item: Item, args: BatchConfig) -> bytes:
         return _one_line(named | {"response": None, "error": error})
     choices = []
     for index, output in enumerate(item.outputs):
-        message, why = {"role": "assistant", "content": output["text"]}, "stop" if output["ended"] else "length"
+        message = {"role": "assistant", "content": output["text"]}
+        why = "stop" if output["ended"] else "length"
         choices.append({"index": index, "message": message, "finish_reason": why})
     tokens = sum(output["tokens"] for output in item.outputs)
     usage = {"prompt_tokens": item.length, "completion_tokens": tokens, "total_tokens": item.length + tokens}
@@ -341,7 +343,8 @@ def outputs_of(record: bytes, args: BatchConfig) -> tuple[list[dict[str, Any]], 
             unknown = {"score": math.nan} if output.get("score", 0) is None else {}
             outputs.append(output | unknown)
         return outputs, fields.get("error")
-    text, scores = record.decode().removesuffix("\n"), ["NA"]
+    text = record.decode().removesuffix("\n")
+    scores = ["NA"]
     if args.output_sequence_scores:
         joined, _, text = text.partition("\t")
         scores = joined.split(SEPARATOR)

@@ -38,7 +38,8 @@ class Retry(Journal):
 
     def _check(self) -> None:
         self._overwrite = True  # after all records are written
-        self._asked, run_json = self._args.setting("retry_failed"), self._run_json.name
+        self._asked = self._args.setting("retry_failed")
+        run_json = self._run_json.name
         completed = self._completed()
         if not self._exists():
             resumes = f"accepted: {self._args.named('resume', True)} completes it"
@@ -52,7 +53,8 @@ class Retry(Journal):
             self._load()
             if (self.signature or {}).get(CONTENT) == _content(completed.get("before", {})):
                 self.path.unlink()  # killed after OUTPUT was renamed
-                self.signature, self.failed = None, {}
+                self.signature = None
+                self.failed = {}
 
     def check(self, signature: dict[str, Any]) -> bool:
         """Returns whether there is no line to retry. Raises InputError if records would have other lines or forms."""

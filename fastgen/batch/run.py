@@ -274,8 +274,10 @@ def _chunks(task: Task, output: StreamOutput, lines: int | None) -> Iterator[lis
     Raises InputError if the first line of a stream cannot be used, or a file has not as many `lines` as before.
     """
     args, failed = task.args, output.failed
-    is_stream, number = files.is_stream(args.input), 0
-    longest, as_records = task.input.line_bytes, args.reads_records
+    is_stream = files.is_stream(args.input)
+    number = 0
+    longest = task.input.line_bytes
+    as_records = args.reads_records
     for chunk in files.read_chunks(args.input, args.n_obs, task.lines_at_once, longest, as_records):
         if is_stream and number == 0:
             _checked_first(chunk[0], args)

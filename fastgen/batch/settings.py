@@ -46,7 +46,9 @@ def set_generation(loaded: Loaded, prefixes: tuple[str, ...] = ()) -> None:
     prefixes: prefixes of settings for one of the models that MODEL consists of. Raises InputError for settings that the
     library or this model does not have or refuses.
     """
-    args, own, setting_names = loaded.args, loaded.model.generation_config, known_settings(loaded.model)
+    args = loaded.args
+    own = loaded.model.generation_config
+    setting_names = known_settings(loaded.model)
     for key, value in (args.generation_config or {}).items():
         if key not in setting_names and key not in METADATA:
             hint = did_you_mean(key, setting_names, ACCEPTED)
@@ -93,7 +95,8 @@ def _task_params(loaded: Loaded) -> dict[str, Any]:
 
     Empty without a task: the library's generate ignores these settings, too, although FastSeq uses summarization's.
     """
-    args, tasks = loaded.args, getattr(loaded.model.config, "task_specific_params", None) or {}
+    args = loaded.args
+    tasks = getattr(loaded.model.config, "task_specific_params", None) or {}
     if (tasks or args.task) and args.task not in (*TASKS, *tasks):
         asked = args.setting("task") or f"a run without {args.named('task')}"
         loaded.notes.append(f"note: MODEL has no settings for {asked} (it has: {', '.join(tasks) or 'none'})")
@@ -118,12 +121,15 @@ def reasons_to_keep_file_order(loaded: Loaded) -> list[str]:
 
     `Task.depends_on_padding` adds whether outputs depend on padding.
     """
-    value, config, kind = loaded.value, loaded.model.config, loaded.model.config.model_type
+    value = loaded.value
+    config = loaded.model.config
+    kind = loaded.model.config.model_type
     is_sparse = kind == "bigbird_pegasus" and config.attention_type == "block_sparse"
     shares_experts = kind == "switch_transformers" or (
         kind == "nllb-moe" and config.moe_eval_capacity_token_fraction < 1
     )
-    repeats, ngrams = value("encoder_repetition_penalty") or 1.0, value("encoder_no_repeat_ngram_size")
+    repeats = value("encoder_repetition_penalty") or 1.0
+    ngrams = value("encoder_no_repeat_ngram_size")
     reasons = {
         "sampling draws all random numbers of a batch in a row": value("do_sample") and not draws_by_row(loaded),
         "the fallback to other temperatures samples": isinstance(value("temperature"), (list, tuple)),
@@ -153,8 +159,10 @@ def draws_by_row(loaded: Loaded, settings: dict[str, Any] | None = None) -> bool
 def _reasons_of_prompts(loaded: Loaded) -> dict[str, Any]:
     """Returns settings that treat padding as prompt: causal LMs continue prompts that are padded on the left."""
     value = loaded.value
-    counts_prompt, longest = value("max_new_tokens") is None, value("max_length")
-    ngram, pad_ends = value("no_repeat_ngram_size") or 0, value("pad_token_id") in token_ids(value("eos_token_id"))
+    counts_prompt = value("max_new_tokens") is None
+    longest = value("max_length")
+    ngram = value("no_repeat_ngram_size") or 0
+    pad_ends = value("pad_token_id") in token_ids(value("eos_token_id"))
     ends_at_position = longest is None and positions(loaded.model.config, "decoder") is not None
     penalty = (value("repetition_penalty") or 1.0) != 1.0
     # [[id, …], …], or {(id, …): bias}, or [[[id, …], bias], …]
@@ -194,7 +202,8 @@ def language_settings(loaded: Loaded) -> dict[str, Any]:
         # Some tokenizers apply a new tgt_lang to the texts that follow.
         tokenizer.src_lang = tokenizer.src_lang
     if args.forced_bos_token is not None:
-        token, index = args.forced_bos_token, tokenizer.convert_tokens_to_ids(args.forced_bos_token)
+        token = args.forced_bos_token
+        index = tokenizer.convert_tokens_to_ids(args.forced_bos_token)
         if index is None or (index == tokenizer.unk_token_id and token != tokenizer.unk_token):
             raise InputError(f"{args.setting('forced_bos_token')}: is not one token of MODEL's vocabulary")
         return {"forced_bos_token_id": index}

@@ -41,7 +41,9 @@ def of_launcher(args: BatchConfig, environ: Mapping[str, str]) -> BatchConfig:
     """Returns the arguments with numbers in place of auto, and the shard's OUTPUT. Raises InputError for mistakes."""
     if "auto" in (args.num_shards, args.shard_id):
         args = _with_numbers(args, environ)
-    merge, shards, shard = args.named("merge", True), args.named("num_shards"), args.named("shard_id")
+    merge = args.named("merge", True)
+    shards = args.named("num_shards")
+    shard = args.named("shard_id")
     if args.merge and (args.num_shards is None or args.shard_id is not None):
         raise InputError(f"{merge} needs {shards} N without {shard}")
     if not args.merge and (args.num_shards is None) != (args.shard_id is None):
@@ -221,7 +223,8 @@ def merge(args: BatchConfig, output: Journal) -> None:
 
     Raises InputError with the shards that are not complete, or were made differently.
     """
-    asked, per_shard = args.setting("merge"), [args.named(name) for name in ("num_shards", "shard_id", "device")]
+    asked = args.setting("merge")
+    per_shard = [args.named(name) for name in ("num_shards", "shard_id", "device")]
     names = [output_of(args.output, shard, args.num_shards) for shard in range(args.num_shards)]
     runs = {name: run for name in names if (run := _completed(args, name)) is not None}
     if missing := [name for name in names if name not in runs]:

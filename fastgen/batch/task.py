@@ -239,7 +239,8 @@ class CausalTask(TextTask):
     why_refused = "which has no encoder"
 
     def depends_on_padding(self) -> bool:
-        model, left = self.loaded.model, self.loaded.tokenizer.padding_side == "left"
+        model = self.loaded.model
+        left = self.loaded.tokenizer.padding_side == "left"
         has_positions = "position_ids" in inspect.signature(type(model).forward).parameters
         return not (left and has_positions) or getattr(model, "_is_stateful", False)
 
@@ -349,7 +350,9 @@ class SpeakTask(Task):
         from fastgen.batch.audio import SoundFolder
         from fastgen.batch.settings import nearest
 
-        args, own, config = self.args, self.loaded.model.generation_config, self.loaded.model.config
+        args = self.args
+        own = self.loaded.model.generation_config
+        config = self.loaded.model.config
         spoken = getattr(own, "vocoder_lang_code_to_id", None) or {}
         if args.tgt_lang is None or self.loaded.settings["tgt_lang"] not in spoken:
             needs = f"{args.setting('task')} needs {args.named('tgt_lang')}"

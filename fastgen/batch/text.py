@@ -184,7 +184,8 @@ class Bodies:
         if "temperature" in settings:
             settings |= {"do_sample": settings["temperature"] > 0, "temperature": settings["temperature"] or 1.0}
         self._check(settings)
-        seed_of_line, seed = None, settings.pop("seed", None)
+        seed_of_line = None
+        seed = settings.pop("seed", None)
         if seed is not None and draws_by_row(self._loaded, settings):
             seed_of_line = seed % (1 << 64), 0
         elif seed is not None and self._samples(settings):
@@ -202,10 +203,12 @@ class Bodies:
     def _check(self, settings: dict[str, Any]) -> None:
         """Raises RecordError for numbers of tokens and of outputs that this model or this run does not support."""
         loaded, args = self._loaded, self._loaded.args
-        number, max_new_tokens = positions(loaded.model.config, "decoder"), settings.get("max_new_tokens", 0)
+        number = positions(loaded.model.config, "decoder")
+        max_new_tokens = settings.get("max_new_tokens", 0)
         if number is not None and max_new_tokens >= number:
             raise _refused("max_tokens", max_new_tokens, f"up to {number - 1}, of MODEL's {number} positions")
-        outputs, beams = settings.get("num_return_sequences", 1), loaded.value("num_beams") or 1
+        outputs = settings.get("num_return_sequences", 1)
+        beams = loaded.value("num_beams") or 1
         if beams > 1 and outputs > beams:
             raise _refused("n", outputs, f"up to {beams}, the beams of the run")
         if beams == 1 and outputs > 1 and not self._samples(settings):

@@ -56,7 +56,8 @@ def bucket_of(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
 
     It is T5's formula for one direction; distances of `max_distance` or more share the last bucket.
     """
-    back, exact = (-distance).clamp(min=0), num_buckets // 2
+    back = (-distance).clamp(min=0)
+    exact = num_buckets // 2
     far = torch.log(back.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (num_buckets - exact)
     return torch.where(back < exact, back, (exact + far).clamp(max=num_buckets - 1).long())
 

@@ -76,7 +76,8 @@ def _can_choose(log_probs: Tensor, beam_scores: Tensor, k: int) -> bool:
 
 def _choose(log_probs: Tensor, beam_scores: Tensor, k: int) -> Candidates:
     inputs, beams = beam_scores.shape
-    values, index = beam_scores.new_empty((inputs, k)), torch.empty((inputs, k), dtype=torch.int64, device="cpu")
+    values = beam_scores.new_empty((inputs, k))
+    index = torch.empty((inputs, k), dtype=torch.int64, device="cpu")
     addresses = log_probs.data_ptr(), beam_scores.data_ptr(), values.data_ptr(), index.data_ptr()
     threads = min(inputs, simd.threads_for(log_probs.numel(), MIN_SCORES_OF_THREAD))
     function = simd.function("beam_top_k", torch.float32, _ARGUMENTS)
@@ -124,12 +125,15 @@ def _log_probs_of(logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
     """Returns the log-probabilities of these tokens of these rows, `[count]`; rows are sorted."""
     asked, counts = torch.unique_consecutive(rows, return_counts=True)
     places = torch.arange(len(asked), device=rows.device).repeat_interleave(counts)
-    parts, first_row, first = [], 0, 0
+    parts = []
+    first_row = 0
+    first = 0
     for part in asked.split(_rows_of_a_part(logits)):
         end = int(torch.searchsorted(places, first_row + len(part)))
         log_probs = functional.log_softmax(logits[part], dim=-1)
         parts.append(log_probs[places[first:end] - first_row, tokens[first:end]])
-        first_row, first = first_row + len(part), end
+        first_row = first_row + len(part)
+        first = end
     return torch.cat(parts)
 
 
@@ -167,7 +171,9 @@ def _chooses_as_torch() -> bool:
 def keeps_order() -> bool:
     """Whether this torch orders equal numbers as `_best` assumes."""
     generator = torch.Generator().manual_seed(0)
-    inputs, k, length = 3, 16, 4 * HEAP * 16
+    inputs = 3
+    k = 16
+    length = 4 * HEAP * 16
     input_of, places = (torch.rand(inputs, length, generator=generator) < 0.02).nonzero().unbind(1)
     scores = torch.randint(0, 5, places.shape, generator=generator).float()
     dense = scores.new_full((inputs, length), -torch.inf)

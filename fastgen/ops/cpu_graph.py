@@ -69,7 +69,8 @@ def _replay(repetitions: list[Repetition], moving: list[simd.Address], output: A
 
 def _without_unused(calls: list[TracedCall], returned: set[Memory]) -> list[TracedCall]:
     """Returns the calls whose results are read or returned, or that have a side effect."""
-    used, used_calls = set(returned), []
+    used = set(returned)
+    used_calls = []
     for call in reversed(calls):
         if call.writes or not call.outputs or memories_of(call.outputs) & used:
             used |= memories_of(call.read)
@@ -182,7 +183,9 @@ def _write_at(buffer: Tensor, dim: int, index: Tensor, source: Tensor) -> Callab
     """Returns `buffer.index_copy_(dim, index, source)` for one index as a slice copy: a quarter of the time."""
     if index.numel() != 1 or index.dtype != torch.int64 or not buffer.dim():
         return None
-    position, added, size = ctypes.c_int64.from_address(index.data_ptr()), source.select(dim, 0), buffer.shape[dim]
+    position = ctypes.c_int64.from_address(index.data_ptr())
+    added = source.select(dim, 0)
+    size = buffer.shape[dim]
 
     def write() -> None:
         if not 0 <= position.value < size:  # a slice may count from the end

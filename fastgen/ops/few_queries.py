@@ -39,7 +39,8 @@ MIN_KEYS_WITHOUT_MASK = 16
 OPERATION = "fastgen::few_queries_attention"
 SDPA = ("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::scaled_dot_product_attention")
 
-_MASKS, _CAUSAL = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 2, torch.bool: 3}, 4
+_MASKS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 2, torch.bool: 3}
+_CAUSAL = 4
 _ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_float, ctypes.c_int32)
 
 
@@ -133,7 +134,9 @@ def call_into(
 def sdpa_into(operation: Any, output: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> partial[None] | None:
     """Returns `call_into` for a call of one of torch's `SDPA`; None if its options or sizes are not supported."""
     arguments = dict(zip((argument.name for argument in operation._schema.arguments), args)) | kwargs
-    query, keys, values = arguments["query"], [arguments["key"]], [arguments["value"]]
+    query = arguments["query"]
+    keys = [arguments["key"]]
+    values = [arguments["value"]]
     mask, scale = arguments.get("attn_mask"), arguments.get("scale")
     if arguments.get("dropout_p") or arguments.get("is_causal") or simd.machine_reasons():
         return None

@@ -110,7 +110,8 @@ class Matcher:
                 yield from self._of_call(pattern, number, match)
 
     def _of_call(self, pattern: Op, number: int, match: Match) -> Iterator[Match]:
-        call, named = self.calls[number], {pattern.name: self.calls[number].result} if pattern.name else {}
+        call = self.calls[number]
+        named = {pattern.name: self.calls[number].result} if pattern.name else {}
         if call.kwargs and not pattern.is_optional:
             return
         match = Match({**match.values, **named}, match.parts | {number})
@@ -123,5 +124,5 @@ class Matcher:
         if not patterns:
             yield match
             return
-        for found in self._of_value(patterns[0], values[0], match):
-            yield from self._of_values(patterns[1:], values[1:], found)
+        for bound in self._of_value(patterns[0], values[0], match):
+            yield from self._of_values(patterns[1:], values[1:], bound)

@@ -40,7 +40,8 @@ def can_move(buffers: Sequence[Tensor]) -> bool:
 
 
 def _move(buffers: Sequence[Tensor], beam_idx: Tensor) -> None:
-    source, count = beam_idx.to("cpu", torch.int64).contiguous(), buffers[0].shape[1]
+    source = beam_idx.to("cpu", torch.int64).contiguous()
+    count = buffers[0].shape[1]
     if source.shape != (count,) or not bool(((source >= 0) & (source < count)).all()):
         raise IndexError(f"beam_idx is {beam_idx.tolist()} (accepted: {count} integers from 0 to {count - 1})")
     function = simd.function("move_rows", torch.float32, _ARGUMENTS)  # for any type

@@ -107,7 +107,8 @@ class PrefixTrie:
 
         Raises ValueError for a file of another kind or version, and if contents and checksum differ.
         """
-        path, supported = Path(path), "(supported: a file that PrefixTrie.save of this version has written)"
+        path = Path(path)
+        supported = "(supported: a file that PrefixTrie.save of this version has written)"
         if path.exists() and not path.is_file():
             raise ValueError(f"{path}: no regular file {supported}")
         # Copy-on-write, although nothing writes: torch does not accept read-only arrays.
@@ -191,7 +192,8 @@ class PrefixTrie:
         """Returns the node of each row before its last token, `[rows]`, if all are rows of the last call; else None."""
         if (last := self._walked) is None:  # read once: another thread may replace it
             return None
-        before, (walked, nodes) = tokens[:, :-1], last
+        before = tokens[:, :-1]
+        walked, nodes = last
         most = MOST_COMPARED.get(before.device.type, MOST_COMPARED_ELSEWHERE)
         if before.shape[1] < SHORTEST_WALK or len(walked) * before.numel() > most:
             return None
@@ -240,7 +242,8 @@ def _keys(tokens: np.ndarray, lengths: np.ndarray, width: int) -> np.ndarray:
     """Returns the sorted keys of all edges. tokens: all sequences, concatenated; lengths: the length of each."""
     starts = np.cumsum(lengths) - lengths
     nodes = np.zeros_like(starts)  # the node that each sequence has reached
-    levels, edges = [], 0
+    levels = []
+    edges = 0
     for depth in range(int(lengths.max())):
         is_longer = lengths > depth
         starts, lengths, nodes = starts[is_longer], lengths[is_longer], nodes[is_longer]

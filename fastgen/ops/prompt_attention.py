@@ -59,7 +59,8 @@ def structure_sync(mask: Tensor | None, query: Tensor, keys: Sequence[Tensor]) -
     if mask is None:
         return (None,)
     prompts, _, length, _ = keys[0].shape
-    of_prompt, of_rows = mask[..., :length], mask[..., length:]
+    of_prompt = mask[..., :length]
+    of_rows = mask[..., length:]
     if not bool((of_rows == torch.ones_like(of_rows[:1]).tril()).all()):
         return None
     if bool(of_prompt.all()):
@@ -93,7 +94,8 @@ class _PromptAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, *others: Any) -> Tensor:
         keys, values, row_keys, row_values, mask, scale = others
-        rows_per_prompt, heads = query.shape[0] // keys.shape[0], query.shape[1]
+        rows_per_prompt = query.shape[0] // keys.shape[0]
+        heads = query.shape[1]
         folded = fold(query, rows_per_prompt, keys.shape[1])
         of_prompt, prompt_sums = _flash(folded, keys, values, attn_mask=mask, scale=scale)
         of_rows, row_sums = _flash(query, row_keys, row_values, is_causal=True, scale=scale)
@@ -110,7 +112,9 @@ class _PromptAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> Any:
         query, keys, values, row_keys, row_values, mask, output, sums = ctx.saved_tensors
-        rows_per_prompt, heads, kv_heads = query.shape[0] // keys.shape[0], query.shape[1], keys.shape[1]
+        rows_per_prompt = query.shape[0] // keys.shape[0]
+        heads = query.shape[1]
+        kv_heads = keys.shape[1]
         folded = (fold(states, rows_per_prompt, kv_heads) for states in (gradient, query, output, sums))
         of_prompt, prompt_query, prompt_output, prompt_sums = folded
         query_gradient, *prompt_gradients = _flash_backward(

@@ -37,7 +37,8 @@ def call_into(output: Tensor, rows: Tensor, weight: Tensor, epsilon: float) -> p
     move between two replays, but not change.
     """
     function = simd.function("rms_norm", rows.dtype, _ARGUMENTS)
-    count, width = rows.numel() // rows.shape[-1], rows.shape[-1]
+    count = rows.numel() // rows.shape[-1]
+    width = rows.shape[-1]
     threads = min(count, simd.threads_for(rows.numel(), MIN_ELEMENTS_OF_THREAD))
     addresses = rows.data_ptr(), simd.Address(weight), output.data_ptr()
     return partial(function, *addresses, count, width, epsilon, threads)
@@ -62,17 +63,22 @@ _LIBRARY.impl("rms_norm", _rms_norm, "CPU")
 
 
 def _replacement(values: Values, last: TracedCall) -> TracedCall | None:
-    rows, weight, epsilon, output = values["rows"], values["weight"], values["epsilon"], last.outputs[0]
+    rows = values["rows"]
+    weight = values["weight"]
+    epsilon = values["epsilon"]
+    output = last.outputs[0]
     if values["squares"].dtype != torch.float32 or type(epsilon) is not float:  # the kernel does not round in between
         return None
-    tensors, dtype = (rows, weight, output), output.dtype
+    tensors = (rows, weight, output)
+    dtype = output.dtype
     if not all(isinstance(tensor, Tensor) and tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
         return None
     if dtype not in simd.DTYPES or any(tensor.dtype != dtype for tensor in tensors):
         return None
     if rows.shape != output.shape or weight.shape != rows.shape[-1:]:
         return None
-    operation, arguments = torch.ops.fastgen.rms_norm.default, (rows, weight, epsilon)
+    operation = torch.ops.fastgen.rms_norm.default
+    arguments = (rows, weight, epsilon)
     return TracedCall(operation, arguments, {}, last.result, [rows, weight], last.outputs)
 
 

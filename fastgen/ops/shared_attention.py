@@ -247,7 +247,8 @@ def _hides_nan(scores: Tensor) -> bool:
 
 @probe("this torch returns NaN for scores that are all NaN")
 def _gives_zeros_for_nan(keys: int, dtype: torch.dtype, flash: bool) -> bool:
-    query, states = torch.full((1, 1, 1, 1), torch.nan, dtype=dtype), torch.zeros((1, 1, keys, 1), dtype=dtype)
+    query = torch.full((1, 1, 1, 1), torch.nan, dtype=dtype)
+    states = torch.zeros((1, 1, keys, 1), dtype=dtype)
     return not functional.scaled_dot_product_attention(query, states, states).isnan().any()
 
 

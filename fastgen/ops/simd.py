@@ -58,7 +58,8 @@ def instructions() -> str:
 def _hardware_capabilities() -> int:
     """Returns the second word of bits in which Linux tells what the CPU has."""
     read = ctypes.CDLL(None).getauxval
-    read.argtypes, read.restype = (ctypes.c_ulong,), ctypes.c_ulong
+    read.argtypes = (ctypes.c_ulong,)
+    read.restype = ctypes.c_ulong
     return int(read(_AT_HWCAP2))
 
 
@@ -73,7 +74,8 @@ def function(name: str, dtype: torch.dtype, argument_types: tuple[Any, ...]) -> 
     library.fastgen_threads.argtypes = [ctypes.c_void_p] * 3
     library.fastgen_threads(*_openmp())
     kernel = getattr(library, f"fastgen_{name}{_SUFFIXES[dtype]}")
-    kernel.argtypes, kernel.restype = argument_types, None
+    kernel.argtypes = argument_types
+    kernel.restype = None
     return cast(Callable[..., None], kernel)
 
 

@@ -40,7 +40,8 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, ...]:
-        flat, index = logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1, 1)
+        flat = logits.reshape(-1, logits.shape[-1])
+        index = tokens.reshape(-1, 1)
         norms, log_probs, entropies = [], [], []
         for chunk in _chunks(flat):
             scaled = _scaled(flat[chunk], temperature)
@@ -59,7 +60,9 @@ class _TokenScores(torch.autograd.Function):
     def backward(ctx: Any, of_log_probs: Tensor, of_entropies: Tensor | None = None) -> Any:
         logits, tokens, norms, *entropies = ctx.saved_tensors
         gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        flat, index, result = logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1, 1), gradient.flatten(0, -2)
+        flat = logits.reshape(-1, logits.shape[-1])
+        index = tokens.reshape(-1, 1)
+        result = gradient.flatten(0, -2)
         of_log_probs = of_log_probs.reshape(-1, 1)
         for chunk in _chunks(flat):
             log_probs = _scaled(flat[chunk], ctx.temperature).sub_(norms[chunk])

@@ -130,7 +130,8 @@ class _NoData(TransparentMode):
     """Raises NotRepeatable before a device gets numbers of the host, of which dispatch modes see nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Arguments = (), kwargs: Options = None) -> Any:
-        kwargs, device = kwargs or {}, "cpu"
+        kwargs = kwargs or {}
+        device = "cpu"
         if func in _INDEXING and any(map(_is_sequence, args[1] if type(args[1]) is tuple else args[1:2])):
             device = args[0].device
         elif func in _OF_DATA and not any(isinstance(value, Tensor) for value in (*args[:1], *kwargs.values())):

@@ -33,7 +33,8 @@ def _mixed(words, position):
 def _add_up(places, sums, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
     """Adds to `sums[j]` what program (i, j) reads of tensor j. places: the address and the bytes of each tensor."""
     program, tensor = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    address, length = tl.load(places + 2 * tensor), tl.load(places + 2 * tensor + 1)
+    address = tl.load(places + 2 * tensor)
+    length = tl.load(places + 2 * tensor + 1)
     words = length // 8
     data = address.to(tl.pointer_type(tl.int64))
     total = tl.zeros([BLOCK], tl.uint64)

@@ -73,7 +73,9 @@ def token_scores(
         parts_of_rows = [*batches(buckets, input_ids.shape[1], input_ids[:batch_size].numel())]
         is_each_alone = len(parts_of_rows) == len(input_ids)
         leave_alone_for(that_hold(("ONE_ROW_PER_INPUT", "batches of batch_size hold one row", is_each_alone)))
-        scored, order, parts = slice(-logits_to_keep - 1, None), [], []
+        scored = slice(-logits_to_keep - 1, None)
+        order = []
+        parts = []
         for batch in parts_of_rows:
             tokens, mask = input_ids[batch], attention_mask[batch]
             with scorers[0].in_place_of_backbone(tokens, mask):
@@ -159,7 +161,8 @@ def share_or(
                 trainer._metrics = metrics[0]
             return result
         except LeaveAlone as left_alone:
-            reasons, call.is_accelerated = left_alone.reasons, False
+            reasons = left_alone.reasons
+            call.is_accelerated = False
             call.report.shared.clear()
         call.report.add_reasons(PREFILL, reasons)
         return original()
@@ -198,7 +201,9 @@ def batches(buckets: Iterable[Bucket], columns: int, limit: int) -> Iterator[lis
             needed = columns - (bucket.split if number % bucket.rows_per_group else 0)
             if batch and needed > left:
                 yield batch
-                batch, left, needed = [], limit, columns
+                batch = []
+                left = limit
+                needed = columns
             batch.append(row)
             left -= needed
     yield batch

@@ -72,7 +72,8 @@ def _hashes(source: str) -> tuple[str, str] | None:
     try:
         text = inspect.getsource(sys.modules[module])
         of_text = _digest(text)
-        key, accepted = f"{source} {of_text}", contracts().get(source, {})
+        key = f"{source} {of_text}"
+        accepted = contracts().get(source, {})
         of_tree = accepted.get(of_text) or _stored().get(key)
         if of_tree is None:  # parsing all files takes 0.7 s
             of_tree = _digest(_described(_node_at(ast.parse(text), path)))

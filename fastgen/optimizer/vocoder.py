@@ -46,7 +46,8 @@ def faster_waveform(original: Callable[[], Tensor], owner: nn.Module, states: Te
     """
     outer = current_call()
     with generate_call(type(owner).__name__) if outer is None else nullcontext(outer) as call:
-        reasons, layers = unsupported_reasons(owner, states), []
+        reasons = unsupported_reasons(owner, states)
+        layers = []
         if not reasons:
             layers = _layers(owner)
             reasons = [] if layers else [Reason("LAYERS", "no layer is known")]
@@ -65,10 +66,12 @@ def unsupported_reasons(owner: nn.Module, states: Tensor) -> list[Reason]:
     """Returns why this call is left to the library, whatever its layers; empty if it is not."""
     if type(states) is not Tensor or states.layout != torch.strided or states.dim() != 3 or not states.numel():
         return [Reason("SHAPES", f"an input of shape {tuple(states.shape)} (supported: [batch, channels, frames])")]
-    tensors, frames = [states, *owner.parameters()], states.shape[0] * states.shape[2]
+    tensors = [states, *owner.parameters()]
+    frames = states.shape[0] * states.shape[2]
     kinds = {(type(one), one.is_cpu, one.dtype) for one in tensors[1:]}
     records = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    where, is_float = f"{states.dtype} on {states.device.type}", states.is_cpu and states.dtype == torch.float32
+    where = f"{states.dtype} on {states.device.type}"
+    is_float = states.is_cpu and states.dtype == torch.float32
     return that_hold(
         ("DTYPE", f"{where} (oneDNN: float32 on cpu)", not is_float),
         ("NO_ONEDNN", "this build of torch has no oneDNN", not torch.backends.mkldnn.is_available()),

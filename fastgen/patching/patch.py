@@ -100,7 +100,8 @@ class PatchStates(list[PatchState]):
         groups: dict[str, list[PatchState]] = {}
         for patch in self:
             groups.setdefault(patch.host if patch.host in missing | alike else patch.group, []).append(patch)
-        rows, shared = [], self._reasons_of_many_groups()
+        rows = []
+        shared = self._reasons_of_many_groups()
         for name, states in groups.items():
             reasons = "; ".join(dict.fromkeys(patch.reason for patch in states if patch.reason not in ("", *shared)))
             rows.append((name, "not installed", "") if name in missing else (name, states[0].state, reasons))

@@ -99,7 +99,8 @@ def check(args: argparse.Namespace, workers: int, no_fastgen: bool) -> None:
     """Raises InputError if fairseq-generate would stop with an assertion or a traceback, or ignore a flag."""
     # Tasks other than translation have no languages, and moses takes English.
     languages = [vars(args).get(f"{side}_lang", "en") for side in ("source", "target")]
-    shard, shards = f"--shard-id {args.shard_id}", args.num_shards
+    shard = f"--shard-id {args.shard_id}"
+    shards = args.num_shards
     ignored = f"--num-shards {shards} is ignored by fairseq's own command (accepted: without --no-fastgen)"
     mistakes = {
         f"--postprocess-workers {workers} (accepted: 0 to {LARGEST_POOL})": not 0 <= workers <= LARGEST_POOL,
@@ -132,7 +133,9 @@ def run(cfg: Any, no_fastgen: bool, main: Callable[[Any], Any]) -> None:
 
 def explain(cfg: Any, error: Exception) -> str | None:
     """Returns what is wrong with DATA, --path or --lm-path if that has caused an error of fairseq, otherwise None."""
-    message, data, results_path = str(error), getattr(cfg.task, "data", None), cfg.common_eval.results_path
+    message = str(error)
+    data = getattr(cfg.task, "data", None)
+    results_path = cfg.common_eval.results_path
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for path in [frame.f_locals["path"] for frame in frames if frame.f_code.co_name == READS_CHECKPOINTS][:1]:
         if isinstance(error, pickle.UnpicklingError):

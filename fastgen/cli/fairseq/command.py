@@ -66,7 +66,8 @@ def _import(module: str, is_program: bool) -> ModuleType:
     """
     if find_spec("fairseq") is None:
         raise InputError(f"needs the package fairseq: {how_to_install()}")
-    collects, deferred = gc.isenabled(), FOR_SCORES_OF_TRAINING - sys.modules.keys()
+    collects = gc.isenabled()
+    deferred = FOR_SCORES_OF_TRAINING - sys.modules.keys()
     sys.modules |= {name: _Deferred(name) for name in deferred}
     gc.disable()
     try:

@@ -92,7 +92,8 @@ class Generation:
 
     def _load(self) -> tuple[list[Any], Any]:
         """Returns the models of --path, and --lm-path's or None; loads the data with the checkpoint's settings."""
-        cfg, language_model = self.cfg, None
+        cfg = self.cfg
+        language_model = None
         overrides = ast.literal_eval(cfg.common_eval.model_overrides)
         logger.info(f"loading model(s) from {cfg.common_eval.path}")
         models, saved = checkpoint_utils.load_model_ensemble(
@@ -160,7 +161,9 @@ class Generation:
             say(f"without --postprocess-workers: {why}")
             count = 0
         has_targets, sentences, tokens, seconds = False, 0, 0, 0.0
-        speed, prefix_size, log_interval = TimeMeter(), self.cfg.generation.prefix_size, self.cfg.common.log_interval
+        speed = TimeMeter()
+        prefix_size = self.cfg.generation.prefix_size
+        log_interval = self.cfg.common.log_interval
         with Workers(self.printer, self.write, count) as workers:
             for number, sample in enumerate(self.batches):
                 if "net_input" not in sample:  # a shard with one batch less than others

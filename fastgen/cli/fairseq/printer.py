@@ -51,7 +51,8 @@ class Printer:
         self.replacements = utils.load_align_dict(generation.replace_unk)
         self.tokenizer, self.bpe = task.build_tokenizer(cfg.tokenizer), task.build_bpe(cfg.bpe)
         self.dataset = task.dataset(cfg.dataset.gen_subset)
-        self.source_dictionary, self.target_dictionary = None, task.target_dictionary
+        self.source_dictionary = None
+        self.target_dictionary = task.target_dictionary
         with suppress(NotImplementedError):
             self.source_dictionary = getattr(task, "source_dictionary", None)
         has_symbols = hasattr(generator, "symbols_to_strip_from_output")

@@ -29,11 +29,14 @@ def main(argv: list[str] | None = None) -> int:
         with reader_may_leave(), stoppable(*SIGNALS) as stop:
             return _run(sys.argv[1:] if argv is None else argv, stop)
     except InputError as error:
-        message, status = f"error: {error}", UNUSABLE
+        message = f"error: {error}"
+        status = UNUSABLE
     except (OSError, RunError) as error:
-        message, status = f"error: {error}", FAILED
+        message = f"error: {error}"
+        status = FAILED
     except KeyboardInterrupt:  # Ray raises its own, which has no status
-        message, status = "interrupted", stop.status
+        message = "interrupted"
+        status = stop.status
     with suppress(OSError):  # stderr may be closed
         print(f"{PROG}: {' '.join(message.split())}", file=sys.stderr)
     return status

@@ -119,7 +119,8 @@ class MQAStack(MQAPreTrainedModel):
         return vectors * self.config.d_model**0.5
 
     def positioned(self, vectors: Tensor, past_length: int | Tensor, position_ids: Tensor | None) -> Tensor:
-        length, limit = vectors.shape[1], self.config.max_position_embeddings
+        length = vectors.shape[1]
+        limit = self.config.max_position_embeddings
         if isinstance(past_length, int) and past_length + length > limit and position_ids is None:
             raise ValueError(f"{past_length + length} positions (max_position_embeddings={limit})")
         if position_ids is None:
@@ -131,7 +132,9 @@ class MQAStack(MQAPreTrainedModel):
         self, hidden_states: Tensor, *masks_and_states: Tensor | None, cache: Cache | None, **wanted: bool
     ) -> dict[str, Any]:
         """Returns the last hidden states, and all layers' hidden states and attention weights if `wanted`."""
-        states, weights, encoder_weights = [hidden_states], [], []
+        states = [hidden_states]
+        weights = []
+        encoder_weights = []
         for layer in self.layers:
             hidden_states, own, encoders = layer(hidden_states, *masks_and_states, cache=cache)
             states.append(hidden_states)

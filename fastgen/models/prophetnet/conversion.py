@@ -45,7 +45,8 @@ def to_transformers(model: Any) -> Any:
         raise ValueError(
             "the model's encoder, decoder and output have embeddings of their own (supported: one for all)"
         )
-    first, dictionary = decoder.layers[0], decoder.dictionary
+    first = decoder.layers[0]
+    dictionary = decoder.dictionary
     config = ProphetNetConfig(
         vocab_size=len(dictionary),
         hidden_size=encoder.embed_tokens.embedding_dim,

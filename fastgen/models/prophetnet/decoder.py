@@ -126,12 +126,14 @@ class NgramTransformerDecoder(FairseqIncrementalDecoder):
         incremental_state: Any = None,
     ) -> list[Tensor]:
         """Returns the last states `[B, T, C]` of each predict stream; with `incremental_state` of the first only."""
-        keys, predict = prev_output_tokens.shape[1], self.ngram
+        keys = prev_output_tokens.shape[1]
+        predict = self.ngram
         if incremental_state is None:
             place = torch.arange(1, keys + 1, device=prev_output_tokens.device)[:, None]
             positions = utils.make_positions(prev_output_tokens, self.padding_idx)
         else:
-            prev_output_tokens, predict = prev_output_tokens[:, -1:], 1
+            prev_output_tokens = prev_output_tokens[:, -1:]
+            predict = 1
             place = getattr(incremental_state, "position", None)  # on the device, in captured steps
             if place is None:
                 place = torch.full((1, 1), keys, device=prev_output_tokens.device)

@@ -26,7 +26,9 @@ class BertDictionary(Dictionary):
         Raises ValueError for an empty line, a repeated word, and a missing special word.
         """
         dictionary = cls()
-        dictionary.symbols, dictionary.count, dictionary.indices = [], [], {}
+        dictionary.symbols = []
+        dictionary.count = []
+        dictionary.indices = {}
         with open(f, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 word, count = (*line.split(), "1", "")[:2] if line.strip() else ("", "")

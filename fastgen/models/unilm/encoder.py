@@ -47,7 +47,8 @@ class UniLMSelfAttention(nn.Module):
         self.query = nn.Linear(config.hidden_size, config.hidden_size)
         self.key = nn.Linear(config.hidden_size, config.hidden_size)
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
-        self.num_heads, self.layer_idx = config.num_attention_heads, layer_idx
+        self.num_heads = config.num_attention_heads
+        self.layer_idx = layer_idx
         self.dropout = config.attention_probs_dropout_prob
 
     def forward(
@@ -69,7 +70,8 @@ class UniLMSelfAttention(nn.Module):
         first = 0 if append_mask and tokens == 1 else tokens  # a single token and [MASK] share one product
         parts = []
         if first:
-            seen, dropout = bias[:, :, :first], self.dropout if self.training else 0.0
+            seen = bias[:, :, :first]
+            dropout = self.dropout if self.training else 0.0
             output = functional.scaled_dot_product_attention(query[:, :, :first], keys, values, seen, dropout)
             parts.append(output)
         if append_mask:

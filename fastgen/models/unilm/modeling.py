@@ -266,9 +266,11 @@ def _seen(tokens: Tensor, attention_mask: Tensor | None, cache: Cache | None, so
     """
     if attention_mask is not None and attention_mask.dim() > 2:
         return (attention_mask if attention_mask.dim() == 4 else attention_mask[:, None]).bool()
-    length, device = tokens.shape[1], tokens.device
+    length = tokens.shape[1]
+    device = tokens.device
     cached, capacity = (0, length) if cache is None else (cache.get_seq_length(), cache.get_mask_sizes(length, 0)[0])
-    queries, keys = torch.arange(length, device=device) + cached, torch.arange(capacity, device=device)
+    queries = torch.arange(length, device=device) + cached
+    keys = torch.arange(capacity, device=device)
     seen = visible(queries[:, None], keys, cached + source_length)
     if attention_mask is None:
         return seen[None, None]

@@ -43,7 +43,8 @@ def masked_target_batch(
         raise ValueError(f"{len(sources)} sources and {len(targets)} targets: as many of both, and at least one")
     source_lengths = torch.tensor([len(source) for source in sources])
     lengths = source_lengths + torch.tensor([len(target) + 1 for target in targets])
-    rows, longest = len(sources), int(lengths.max())
+    rows = len(sources)
+    longest = int(lengths.max())
     if longest > config.max_position_embeddings:
         raise ValueError(
             f"a source and a target of {longest} tokens together: "

@@ -142,7 +142,9 @@ def fastest(rows: Tensor, weight: Tensor, bias: Tensor | None, others: Callable[
     """
     out_features, in_features = weight.shape
     count = min(1 << (rows.numel() // in_features - 1).bit_length(), MOST_ROWS)
-    transposed, dtype, threads = not weight.is_contiguous(), str(weight.dtype), torch.get_num_threads()
+    transposed = not weight.is_contiguous()
+    dtype = str(weight.dtype)
+    threads = torch.get_num_threads()
     shape = GemmShape(count, in_features, out_features, transposed, bias is not None, dtype, threads)
     if shape not in MEASURED:
         for other, way in stored():
@@ -191,7 +193,8 @@ def _measured(shape: GemmShape, weight: Tensor, bias: Tensor | None, others: Seq
     numbers = torch.arange(shape.rows * shape.in_features) % 13 - 6
     rows = numbers.to(weight.dtype).view(shape.rows, shape.in_features)
     if not functional.linear(rows, weight, bias).isfinite().all():  # results could not be compared
-        weight, bias = _random_like(weight), None if bias is None else _random_like(bias)
+        weight = _random_like(weight)
+        bias = None if bias is None else _random_like(bias)
     multiply = _right_backends(rows, weight, bias)
     turns: dict[str, list[float]] = {name: [] for name in multiply}
     end = time.perf_counter() + SECONDS

@@ -75,7 +75,8 @@ def call_into(
     out_features, in_features = weight.shape
     function = simd.function("skinny_gemm", rows.dtype, _ARGUMENTS)
     parameters = address_of(weight), None if bias is None else address_of(bias)
-    others, outputs = None if added is None else added.data_ptr(), output.data_ptr()
+    others = None if added is None else added.data_ptr()
+    outputs = output.data_ptr()
     sizes = rows.numel() // in_features, in_features, out_features
     options = not weight.is_contiguous(), is_rectified, torch.get_num_threads()
     return partial(function, rows.data_ptr(), *parameters, others, outputs, *sizes, *options)
@@ -99,7 +100,8 @@ torch.library.register_fake(OPERATION, _fake, lib=_LIBRARY)
 
 def _replacement(values: Values, last: TracedCall) -> TracedCall | None:
     """Returns a product with the relu, or the sum with other rows, that follows it."""
-    product, added = values["product"], values.get("added")
+    product = values["product"]
+    added = values.get("added")
     if added is not None:
         is_tensor = isinstance(added, Tensor) and added.shape == product.shape
         if not (is_tensor and added.dtype == product.dtype and added.is_contiguous()):
@@ -112,7 +114,8 @@ def _replacement(values: Values, last: TracedCall) -> TracedCall | None:
 
 def fusions() -> list[Fusion]:
     """Returns how products are fused with the relu, or the sum with other rows, that follows them."""
-    aten, inputs = torch.ops.aten, (Name("rows"), Name("weight"), Name("bias"))
+    aten = torch.ops.aten
+    inputs = (Name("rows"), Name("weight"), Name("bias"))
     product = Op((torch.ops.fastgen.skinny_linear.default,), inputs, name="product")
     rectified = Op((aten.relu.default,), (product,))
     added = Op((aten.add.Tensor,), (Name("added"), product), commutes=True)

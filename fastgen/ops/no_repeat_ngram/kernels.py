@@ -81,7 +81,8 @@ def describe(
 @functools.cache
 def _cpu() -> Callable[..., Any]:
     function = load(CPU).fastgen_no_repeat_ngram_cpu
-    function.argtypes, function.restype = (ctypes.POINTER(NGramProblem), ctypes.c_int32), None
+    function.argtypes = (ctypes.POINTER(NGramProblem), ctypes.c_int32)
+    function.restype = None
     return function
 
 
@@ -137,7 +138,8 @@ def kernel_of(name: str, device_type: str, machine_reasons: Callable[[], list[st
     def unsupported_reasons() -> list[str]:
         return machine_reasons() or bans_as_torch.reasons(ban, device_type)
 
-    task, counted_as = f"n-gram blocking on {device_type}", (f"no_repeat_ngram ({name})",)
+    task = f"n-gram blocking on {device_type}"
+    counted_as = (f"no_repeat_ngram ({name})",)
     return Kernel(name, unsupported_reasons, ban, device_type, task=task, counted_as=counted_as)
 
 

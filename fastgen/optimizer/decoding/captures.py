@@ -68,7 +68,9 @@ class GraphCache:
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype, self.most_bytes = device, dtype, MOST_BYTES[device.type]
+        self.device = device
+        self.dtype = dtype
+        self.most_bytes = MOST_BYTES[device.type]
         self.capture = CudaCapture(device) if device.type == "cuda" else CpuCapture()
         self.in_use = threading.Lock()
         self.refused: list[Reason] = []
@@ -247,7 +249,8 @@ class Captures:
         is_late, loop, graphs = self._is_late, self.loop, self.graphs
         self._next_attempt = math.inf if is_late else self.call.costs.captures(graphs.device).before
         left = loop.max_length - tokens.shape[1]
-        graph, reasons = None, graphs.refused or ([] if self.call.change_of(loop.model) is None else loop.checks.rows)
+        graph = None
+        reasons = graphs.refused or ([] if self.call.change_of(loop.model) is None else loop.checks.rows)
         if reasons:
             self._next_attempt = math.inf
         elif (wants_new := self._wants_first(left)) or self.policy.may_reuse(graphs):
@@ -325,11 +328,14 @@ class Captures:
 
     def graph_of(self, content: KVContent) -> CapturedGraph:
         """Returns a graph whose larger static cache has this content."""
-        loop, key = self.loop, self._key_of(content)
+        loop = self.loop
+        key = self._key_of(content)
         graph = self.graphs.entries.pop(key, None)
         if graph is None:
             static = StaticKVCache(key[-1], loop.rows_per_input > 1 and loop.attends_in_segments)
-            view, model, forward = loop.view_of(static), ref(loop.model), type(loop).forward
+            view = loop.view_of(static)
+            model = ref(loop.model)
+            forward = type(loop).forward
             graph = CapturedGraph(lambda inputs: forward(model(), inputs, view), static, view, key)
         else:
             self.policy.take(graph)
@@ -377,7 +383,8 @@ def can_capture(checks: Any, rows: int, steps: int) -> bool:
     call, decoder = checks.call, checks.decoder
     if (weight := first_weight(decoder)) is None:  # it computes nothing
         return False
-    device, size = weight.device, size_of(decoder, checks.known_code)
+    device = weight.device
+    size = size_of(decoder, checks.known_code)
     reasons = unwanted_reasons(call, device, steps) or graphs_of(checks.model, weight).refused or checks.capture
     if not reasons and not call.costs.should_capture(size, rows, steps, is_captured=True, device=device):
         text = f"{steps} steps of {rows} rows would save less than the capture costs"

@@ -205,7 +205,8 @@ class CostModel:
         """
         if self.shares is not None:
             return self.shares
-        rates, is_cpu = self.rates_of(keys.device), keys.device.type == "cpu"
+        rates = self.rates_of(keys.device)
+        is_cpu = keys.device.type == "cpu"
         has_kernel = not is_cpu and CONFIG.cuda_kernels and keys.dtype in (torch.float16, torch.bfloat16)
         launches = self.launches_of_kernel if is_captured and has_kernel else self.launches
         overhead = launches * (rates.replayed_launch if is_captured else rates.launch)
@@ -283,7 +284,8 @@ _sizes: WeakKeyDictionary[nn.Module, tuple[Any, ModelSize]] = WeakKeyDictionary(
 
 def size_of(model: nn.Module, known_code: KnownCode) -> ModelSize:
     """Returns the size of the model, measured again if its dtype or device has changed since the last call."""
-    first, cached = first_weight(model), _sizes.get(model)
+    first = first_weight(model)
+    cached = _sizes.get(model)
     state = None if first is None else (first.dtype, first.device)
     if cached is None or cached[0] != state:
         cached = _sizes[model] = state, _measured(model, known_code.encoder_of(model))

@@ -148,7 +148,8 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         self.call: GenerateCall = checks.call
         self.model: Any = checks.model
         self.rows, self.rows_per_input, self.max_length = rows, rows_per_input, max_length
-        self.rollback, self.steps = Rollback(), 0
+        self.rollback = Rollback()
+        self.steps = 0
         self.mode: EagerSteps | StaticSteps = EagerSteps()
         self.captures: Captures | None = None
         self._is_changed = False  # True: user code has changed the model
@@ -250,7 +251,8 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
 
     def change_to(self, steps: EagerSteps | StaticSteps) -> None:
         """Runs the next steps in another mode, or over another static cache."""
-        before, self.mode = self.mode, steps
+        before = self.mode
+        self.mode = steps
         if steps.cache is not None:
             self.use(steps.cache)
         elif before.cache is not None:

@@ -82,7 +82,8 @@ class Text:
     def _store(self, token: int) -> None:
         """Adds a token, which from now on follows the last occurrence of the token before it."""
         if self.tokens:
-            before, end = self.tokens[-1], len(self.tokens)
+            before = self.tokens[-1]
+            end = len(self.tokens)
             self._earlier.append(self._latest.get(before, -1))
             self._latest[before] = end
         else:
@@ -91,7 +92,8 @@ class Text:
 
     def _find(self) -> None:
         """Finds the longest match of the suffix, of equally long ones the last."""
-        tokens, end = self.tokens, len(self.tokens)
+        tokens = self.tokens
+        end = len(self.tokens)
         self.place, self.length = None, 0
         place = self._latest.get(tokens[-1], -1) if tokens else -1
         for _ in range(MOST_OCCURRENCES):
@@ -143,7 +145,11 @@ class Drafts:
             return []
         most = min([most, *map(self._tokens_before_padding, self.texts)])
         shares = self._shares()
-        best, best_rate, expected, likely, checked = 0, MIN_GAIN, 1.0, 1.0, 1
+        best = 0
+        best_rate = MIN_GAIN
+        expected = 1.0
+        likely = 1.0
+        checked = 1
         for size in sizes_for(len(self.texts)):
             if size > most:
                 break

@@ -57,7 +57,8 @@ def faster_forwards(
                 if isinstance(forward, FasterForward):
                     forward.users += 1
                     swapped.append(forward)
-    before, call.swapped = call.swapped, tuple(models)
+    before = call.swapped
+    call.swapped = tuple(models)
     call.is_accelerated |= bool(swapped)
     try:
         yield
@@ -77,7 +78,8 @@ _blas_shapes: WeakKeyDictionary[nn.Module, tuple[Any, set[torch.Size]]] = WeakKe
 
 def _blas_shapes_of(module: nn.Module) -> set[torch.Size]:
     """Returns the shapes for which earlier calls found BLAS fastest, with the module's present weight and threads."""
-    weight, layout = module._parameters.get("weight"), None
+    weight = module._parameters.get("weight")
+    layout = None
     if type(weight) in (Tensor, nn.Parameter) and weight.layout == torch.strided and not weight.is_nested:
         layout = weight.shape, weight.stride(), weight.dtype
     cached = _blas_shapes.get(module)
@@ -113,7 +115,8 @@ def multiply(forward: FasterForward, rows: Tensor, call: GenerateCall, is_transp
 
 def _read_before(weight: Tensor, models: Iterable[nn.Module]) -> list[Tensor]:
     """Returns what a step reads between two products with this weight: other weights, at most `CACHED` bytes."""
-    weights, nbytes = [], 0
+    weights = []
+    nbytes = 0
     for other in (other for model in models for other in model.parameters()):
         if nbytes < CACHED and other.is_cpu and other.is_contiguous() and other.data_ptr() != weight.data_ptr():
             weights.append(other.detach().view(-1)[: (CACHED - nbytes) // other.itemsize])
@@ -136,11 +139,14 @@ class FasterForward:
     """
 
     def __init__(self, module: nn.Module, faster: Forward | None) -> None:
-        self.module, self.faster, self.users = module, faster, 0
+        self.module = module
+        self.faster = faster
+        self.users = 0
         self.blas_shapes = set() if faster is None else _blas_shapes_of(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        original, call = type(self.module).forward, None if torch.compiler.is_compiling() else current_call()
+        original = type(self.module).forward
+        call = None if torch.compiler.is_compiling() else current_call()
         if call is None or not call.swapped:
             return original(self.module, *args, **kwargs)
         if self.faster is None:

@@ -216,7 +216,8 @@ class CapturedGraph:
         self, function: Callable[[Any], Any], cache: StaticKVCache, view: Any = None, key: Hashable = None
     ) -> None:
         self.function, self.cache, self.view, self.key = function, cache, view, key
-        self.state, self.is_used = GraphState.NEW, False
+        self.state = GraphState.NEW
+        self.is_used = False
         self.wanted: Counter[int] = Counter()
         self._replay: Replay | None = None
         self._of_sizes: dict[int, CapturedGraph] = {}
@@ -251,7 +252,9 @@ class CapturedGraph:
 
     def run(self, inputs: Any, captures: Any) -> Any:
         """Returns the outputs for these inputs; the next run overwrites them. captures: the loop's `Captures`."""
-        state, is_earlier, outputs = self.state, self.state is not GraphState.NEW and not self.is_used, None
+        state = self.state
+        is_earlier = self.state is not GraphState.NEW and not self.is_used
+        outputs = None
         if state is GraphState.DROPPED:
             return self.function(inputs)
         self.is_used = True
@@ -282,7 +285,8 @@ class CapturedGraph:
         self.state, self._replay = GraphState.DROPPED, None  # in case of an interruption
         replay = Replay(inputs)
         output = replay.capture(self.function, inputs, kernels, partial(self.cache.advance, 0))
-        self.state, self._replay = GraphState.CAPTURED, replay
+        self.state = GraphState.CAPTURED
+        self._replay = replay
         return output
 
     def replay(self, inputs: Any) -> Any:
@@ -308,7 +312,8 @@ class CapturedGraph:
 
     def drop(self) -> None:
         """Ends all replays, and resets the write position, so that a discarded attempt leaves no trace."""
-        self.state, self._replay = GraphState.DROPPED, None
+        self.state = GraphState.DROPPED
+        self._replay = None
         self._of_sizes.clear()
         self.cache.advance(0)
 

@@ -118,7 +118,8 @@ def code_of(owners: Iterable[type | str], packages: frozenset[str]) -> list[Code
 def code_difference(codes: Iterable[Code]) -> str | None:
     """Returns the first function or class that was replaced since the code was read, or None."""
     for code in codes:
-        name, space = None, code.space
+        name = None
+        space = code.space
         try:
             if code.get(space) != code.values or code.size not in (None, len(space)):
                 name = "a method"  # a new one, if no other differs
@@ -197,7 +198,8 @@ class Guards:
 
     def _add_entries(self, containers: list[Any], owners: set[int]) -> None:
         """Walks over the model. owners: the ids of objects that have a namespace, besides configurations."""
-        nested, unread_of = set[int](), dict[frozenset[str], frozenset[str]]()
+        nested = set[int]()
+        unread_of = dict[frozenset[str], frozenset[str]]()
         for index, container in enumerate(containers):  # the loop appends containers
             constants, of_call = [], []
             is_namespace = index > 2 and self._nested[index - 3][2]

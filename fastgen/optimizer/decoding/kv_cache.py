@@ -43,7 +43,8 @@ class Generated:
     """
 
     def __init__(self, layers: int, limit: int) -> None:
-        self.limit, self.unmoved = limit, 0
+        self.limit = limit
+        self.unmoved = 0
         self.lengths = [0] * layers
         self.buffers: list[Tensor] = []
         self.by_layer: list[KV] = []
@@ -93,7 +94,8 @@ class Generated:
 
     def _reallocate(self, like: KV, capacity: int, rows: Tensor | None = None) -> None:
         """Moves these rows, or all, to buffers of this capacity; like: keys and values of one layer."""
-        used, buffers = max(self.lengths), []
+        used = max(self.lengths)
+        buffers = []
         for which, states in enumerate(like):
             count, heads, _, width = states.shape
             count = count if rows is None else len(rows)
@@ -147,7 +149,8 @@ class KVCache(Segments):
     @classmethod
     def of(cls, content: KVContent, limit: int) -> KVCache:
         """Returns a cache with the content of another one; limit: the most generated positions of a row."""
-        cache, growing = cls(content.inputs, content.rows_per_input), len(content.generated)
+        cache = cls(content.inputs, content.rows_per_input)
+        growing = len(content.generated)
         cache.add_layers(content.prompts[:growing], limit)
         cache.add_layers(content.prompts[growing:], None)
         for layer, pair in enumerate(content.generated):
@@ -160,7 +163,8 @@ class KVCache(Segments):
 
         limit: the most positions that can be added to each row; None for layers that do not grow, which come last.
         """
-        first, generated = len(self.layers), None
+        first = len(self.layers)
+        generated = None
         if limit is not None:
             generated = Generated(len(prompts), limit)
             self.generated.append(generated)
@@ -310,7 +314,8 @@ class KVCache(Segments):
 
     def _materialize(self, layer: int) -> Generated:
         """Stores a layer once per row, in buffers of its own."""
-        layer_kv, pair = self.layers[layer], self.copy(layer)
+        layer_kv = self.layers[layer]
+        pair = self.copy(layer)
         repeated = length_of(self.prompts[layer])
         generated = Generated(1, repeated + (0 if layer_kv.generated is None else layer_kv.generated.limit))
         generated.append(0, *pair)

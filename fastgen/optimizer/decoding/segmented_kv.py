@@ -68,7 +68,8 @@ class Segments:
     """
 
     def __init__(self, inputs: int, rows_per_input: int, usage: Counter[str] | None = None) -> None:
-        self.rows, self.rows_per_input = inputs * rows_per_input, rows_per_input
+        self.rows = inputs * rows_per_input
+        self.rows_per_input = rows_per_input
         self.prompts: list[tuple[KV, ...]] = []
         self.usage: Counter[str] = Counter() if usage is None else usage
 
@@ -126,7 +127,11 @@ class SegmentedKV(Tensor):
         }[form]
         self: SegmentedKV = Tensor._make_wrapper_subclass(cls, size, strides, dtype=first.dtype, device=first.device)
         self.stored, self.rows, self.usage = segments, rows, usage
-        self.form, self.groups, self.base, self.memory, self.bounds = form, groups, base, None, bounds
+        self.form = form
+        self.groups = groups
+        self.base = base
+        self.memory = None
+        self.bounds = bounds
         self._size = torch.Size(size)
         return self
 
@@ -309,7 +314,8 @@ def _transpose(input: SegmentedKV, dim0: int, dim1: int) -> Tensor:
 
 
 def _getitem(states: SegmentedKV, index: Any) -> Tensor:
-    everything, added = slice(None), isinstance(index, tuple) and len(index) in (3, 5) and index[2] is None
+    everything = slice(None)
+    added = isinstance(index, tuple) and len(index) in (3, 5) and index[2] is None
     others = (*index[:2], *index[3:]) if added else ()
     is_plain = states.form == PLAIN and states.groups == 1
     if is_plain and added and all(isinstance(one, slice) and one == everything for one in others):

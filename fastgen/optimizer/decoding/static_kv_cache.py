@@ -43,7 +43,8 @@ PairSpec = tuple[tuple[Any, ...], ...]  # sizes, dtype and device, for keys and 
 # segments of their prompts.
 Spec = tuple[int, int, PairSpec, tuple[tuple[int, tuple[PairSpec, ...]], ...]]
 
-_kind, _nbytes = attrgetter("shape", "dtype", "device"), attrgetter("nbytes")
+_kind = attrgetter("shape", "dtype", "device")
+_nbytes = attrgetter("nbytes")
 
 
 def capacity_for(needed: int, most: int) -> int:
@@ -111,7 +112,9 @@ class KVContent:
 
         most: the most positions that a row can generate. exact_lengths: whether prompts are not padded to common sizes.
         """
-        growing, count, kinds = len(self.generated), len(self.prompts), []
+        growing = len(self.generated)
+        count = len(self.prompts)
+        kinds = []
         for first, end in ((0, growing), (growing, count)) if growing < count else ((0, growing),):
             prompt = self.prompts[first]
             lengths = [keys.shape[2] for keys, _ in prompt]
@@ -209,7 +212,8 @@ class StaticKVCache(Segments):
 
     def mask(self) -> Tensor:
         """Returns the mask of self-attention for the next position, bool `[1, 1, 1, …]`, true for visible positions."""
-        first, length = self.self_padding, self.self_padding + self.prompt_length
+        first = self.self_padding
+        length = self.self_padding + self.prompt_length
         positions = torch.arange(length + self.capacity, device=self.write_position.device)
         return ((positions >= first) & (positions <= length + self.generated_length))[None, None, None]
 

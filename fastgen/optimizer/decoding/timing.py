@@ -55,13 +55,15 @@ class Ratio:
 
 def ratio_of(theirs: Sequence[float], ours: Sequence[float]) -> Ratio | str:
     """Returns the ratio of the seconds of two ways in the same turns, or the reason that there is none."""
-    shortest, turns = min(statistics.median(theirs), statistics.median(ours)), len(ours)
+    shortest = min(statistics.median(theirs), statistics.median(ours))
+    turns = len(ours)
     if shortest < MIN_SECONDS:
         least = f"at least {MIN_SECONDS * 1e3:.0f} ms"
         return f"no ratio: a call of {shortest * 1e3:.1f} ms is too short to compare ({least})"
     ratios = sorted(their / our for their, our in zip(theirs, ours))
     left_out = max((count for count in range(1, turns // 2) if _misses(turns, count) <= MOST_MISSES), default=0)
-    low, high = ratios[left_out], ratios[-1 - left_out]
+    low = ratios[left_out]
+    high = ratios[-1 - left_out]
     if high > MOST_SPREAD * low:
         return f"no ratio: {turns} turns differ too much, {low:.2f} to {high:.2f} times as fast"
     return Ratio(statistics.median(ratios), low, high, turns)

@@ -82,7 +82,8 @@ def refusal(path: str, error: BaseException) -> str:
 
 def _available() -> list[tuple[Any, str]]:
     """Returns the entries of ALLOWED that this installation has, with their names in files."""
-    entries, is_old = [], numpy.__version__.startswith("1.")
+    entries = []
+    is_old = numpy.__version__.startswith("1.")
     for name in ALLOWED:
         module, _, attribute = name.rpartition(".")
         module = module if is_old else module.replace("numpy.core", "numpy._core")  # the old name warns

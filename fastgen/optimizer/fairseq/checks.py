@@ -88,7 +88,8 @@ def plan(model: nn.Module, facts: ModelInfo) -> ModelPlan:
     )
     if result.reasons:
         return result
-    attentions, crosses = [layer.self_attn for layer in decoder.layers], _cross_attentions(decoder)
+    attentions = [layer.self_attn for layer in decoder.layers]
+    crosses = _cross_attentions(decoder)
     result.self_attention = [a for a in attentions if not attention_reasons(a) and a.self_attention]
     result.cross_attention = [a for a in crosses if not attention_reasons(a) and a.encoder_decoder_attention]
     if not (result.self_attention or result.cross_attention):
@@ -122,7 +123,8 @@ def supports_external_kv_cache(module: Any) -> bool:
 @check(LOOP)
 def decoder_reasons(decoder: Any) -> list[Reason]:
     """Returns why this decoder is not supported; empty if its layers are fairseq's, or take their keys from fastgen."""
-    name, layers = type(decoder).__name__, getattr(decoder, "layers", ())
+    name = type(decoder).__name__
+    layers = getattr(decoder, "layers", ())
     methods = ("forward", "extract_features_scriptable", "reorder_incremental_state_scripting")
     if not isinstance(decoder, TransformerDecoderBase) and not supports_external_kv_cache(decoder):
         return [Reason("DECODER", f"decoder {name} (supported: fairseq's Transformer decoders)")]
@@ -193,7 +195,9 @@ class CallChecks:
         prefixes: Tensor | None,
         constraints: Tensor | None,
     ) -> None:
-        self.call, self.generator, self.model = call, generator, generator.model.single_model
+        self.call = call
+        self.generator = generator
+        self.model = generator.model.single_model
         self.decoder: Any = getattr(self.model, "decoder", None)
         self.max_len, self.first_token, self.prefixes, self.constraints = max_len, first_token, prefixes, constraints
         self.facts = [call.facts_of(model, KNOWN) for model in generator.model.models]
@@ -203,7 +207,9 @@ class CallChecks:
     @check(LOOP)
     def loop(self) -> list[Reason]:
         """The reasons why the whole call is left to fairseq. Reads the prefixes on the device."""
-        generator, ensemble, search = self.generator, self.generator.model, self.generator.search
+        generator = self.generator
+        ensemble = self.generator.model
+        search = self.generator.search
         modules = [module for facts in self.facts for module in facts.modules.values()]
         dropouts = [module for module in modules if isinstance(module, FairseqDropout)]
         keeps_dropout = any(module.p > 0 and module.apply_during_inference for module in dropouts)
@@ -238,13 +244,17 @@ class CallChecks:
         """The reasons in the models' layers why steps are not captured; `captures.can_capture` adds others."""
         if len(self.plans) > 1:
             return [Reason("ENSEMBLE", f"an ensemble of {len(self.plans)} models")]
-        plan, ensemble, decoder = self.plans[0], self.generator.model, self.decoder
+        plan = self.plans[0]
+        ensemble = self.generator.model
+        decoder = self.decoder
         positions = decoder.embed_positions
-        attentions, crosses = {*plan.self_attention, *plan.cross_attention}, _cross_attentions(decoder)
+        attentions = {*plan.self_attention, *plan.cross_attention}
+        crosses = _cross_attentions(decoder)
         is_replaced = not comes_with(ensemble.forward_decoder, EnsembleModel)
         keeps_states = bool(plan.others) or len(attentions) != len(decoder.layers) + len(crosses)
         gets_all_rows = bool(crosses) and not plan.by_input
-        size, needed = _table_size(positions), (getattr(positions, "padding_idx", None) or 0) + (self.max_len or 0) + 2
+        size = _table_size(positions)
+        needed = (getattr(positions, "padding_idx", None) or 0) + (self.max_len or 0) + 2
         is_short = size is not None and needed > size
         return that_hold(
             ("METHOD_REPLACED", "forward_decoder of the ensemble is not that of fairseq", is_replaced),

@@ -202,7 +202,8 @@ class FairseqDecodeStep(DecodeStep):
         if view is None:
             ensemble, states = inputs["ensemble"], inputs["states"]
         else:
-            ensemble, states = EnsembleModel([model]), [view]
+            ensemble = EnsembleModel([model])
+            states = [view]
             view.position, view.self_mask, view.mask = inputs["position"], inputs["self_mask"], inputs["mask"]
         encoder_outs = [state.encoder_out for state in states]
         return ensemble.forward_decoder(inputs["tokens"], encoder_outs, states, inputs["temperature"])
@@ -216,7 +217,8 @@ class FairseqDecodeStep(DecodeStep):
         content = state.kv.content()
         crosses = state.plan.cross_attention
         pair = state.prompt(crosses[0]) if crosses else None
-        self.mask, length = state.mask, 0 if pair is None else pair[0].shape[2]
+        self.mask = state.mask
+        length = 0 if pair is None else pair[0].shape[2]
         if self.mask is None and rounded(length) > length:  # without a mask, but with padding
             inputs = self.rows // self.rows_per_input
             device = content.generated[0][0].device

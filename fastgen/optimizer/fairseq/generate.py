@@ -48,7 +48,8 @@ def generate(
     bos_token: int | None = None,
 ) -> list[list[Hypothesis]]:
     """Replaces `SequenceGenerator._generate`: returns the hypotheses of each sentence, the best first."""
-    net_input, first_token = sample["net_input"], self.eos if bos_token is None else bos_token
+    net_input = sample["net_input"]
+    first_token = self.eos if bos_token is None else bos_token
     with generate_call(type(self.model.single_model).__name__) as call:
         source_and_lengths = source_of_sync(self, net_input)
         limit = None if source_and_lengths is None else source_and_lengths[-1]
@@ -76,7 +77,8 @@ def _accelerated(
 ) -> list[list[Hypothesis]]:
     """Returns the hypotheses of fastgen's loop. ids: the numbers of the sentences, if the batch has any."""
     source, lengths, max_len = source_and_lengths
-    inputs, device = source.shape[0], source.device
+    inputs = source.shape[0]
+    device = source.device
     call.set_rows(inputs, inputs * self.beam_size)
     call.is_accelerated = True
     _describe(call.report, checks.plans)

@@ -169,7 +169,9 @@ class Loop:
     ) -> None:
         self.generator, self.step, self.max_len = generator, step, max_len
         self.ids, self.source_lengths, self.prefixes, self.prompt = ids, source_lengths, prefixes, prompt
-        self.num_beams, inputs, device = generator.beam_size, step.call.inputs, source_lengths.device
+        self.num_beams = generator.beam_size
+        inputs = step.call.inputs
+        device = source_lengths.device
         self.tokens = torch.full((step.rows, max_len + 2), generator.pad, dtype=torch.int64, device=device)
         self.tokens[:, 0] = first_token
         self.scores = torch.zeros((step.rows, max_len + 1), device=device)
@@ -219,7 +221,9 @@ class Loop:
 
     def propose(self, step: int) -> Candidates:
         """Returns the candidates for the next token."""
-        generator, search, (sentences, beams) = self.generator, self.generator.search, self.ignored.shape
+        generator = self.generator
+        search = self.generator.search
+        sentences, beams = self.ignored.shape
         log_probs = self.log_probs(step, self.tokens[:, : step + 1])
         self.scores = self.scores.type_as(log_probs)
         if generator.should_set_src_lengths:
@@ -229,7 +233,8 @@ class Loop:
             if isinstance(search, Sampling):  # a row that has ended may have no token left to draw
                 impossible = log_probs.amax(1, keepdim=True).exp().eq(0)
                 log_probs.masked_fill_(self.ignored.view(-1, 1) & impossible, 0.0)
-        by_beam, sums = log_probs.view(sentences, -1, generator.vocab_size), self.scores.view(sentences, beams, -1)
+        by_beam = log_probs.view(sentences, -1, generator.vocab_size)
+        sums = self.scores.view(sentences, beams, -1)
         scores, tokens, parents = search.step(step, by_beam, sums[:, :, :step], self.tokens[:, : step + 1], self.ids)
         first_rows = torch.arange(0, len(self.tokens), self.num_beams, device=parents.device)
         ended = tokens.eq(generator.eos) & scores.ne(-torch.inf)
@@ -251,7 +256,8 @@ class Loop:
         if prompt is not None and step < prompt.length:
             return prompt.log_probs(step, self.num_beams)
         if prompt is not None and step == prompt.length:
-            log_probs, weights = prompt.last.repeat_interleave(self.num_beams, dim=0), None
+            log_probs = prompt.last.repeat_interleave(self.num_beams, dim=0)
+            weights = None
         else:
             log_probs, weights = self.step.log_probs(written)
         if weights is not None:
@@ -281,7 +287,8 @@ class Loop:
 
     def collect(self, candidates: Candidates) -> list[int]:
         """Adds hypotheses that end, and returns the batch index of each sentence that they finish."""
-        flags, count = _flags_sync(candidates), candidates.scores.shape[1]
+        flags = _flags_sync(candidates)
+        count = candidates.scores.shape[1]
         places = [(index, place) for index, ends in enumerate(flags) for place in range(len(ends)) if ends[place]]
         chosen = [index * count + place for index, place in places]
         if not chosen:
@@ -303,7 +310,9 @@ class Loop:
 
     def advance(self, proposed: Candidates, finished: list[int]) -> None:
         """Drops finished sentences, and continues with the best candidates that do not end."""
-        search, batch_index, step = self.generator.search, None, proposed.step
+        search = self.generator.search
+        batch_index = None
+        step = proposed.step
         scores, tokens, rows, ended = proposed.scores, proposed.tokens, proposed.rows, proposed.ended
         if finished:
             remaining = [row for row in range(len(self.ignored)) if row not in finished]
@@ -315,7 +324,8 @@ class Loop:
             )
             self.ids = self.ids[batch_index]
             self.prefixes = None if self.prefixes is None else self.prefixes.index_select(0, batch_index)
-        candidates, stopped = ended.shape[1], ended.clone()
+        candidates = ended.shape[1]
+        stopped = ended.clone()
         stopped[:, : self.num_beams] |= self.ignored
         places = torch.arange(candidates, device=ended.device)
         rank, active = torch.topk(stopped * (2 * candidates) + places, k=self.num_beams, dim=1, largest=False)

@@ -75,7 +75,9 @@ def self_attention(attention: Any, query: Tensor, state: DecodingState) -> Tenso
 
     Padding needs no mask: only rows that cannot win any more (with a score of minus infinity) contain any.
     """
-    layer, scale, mask = state.layers[attention], attention.scaling, state.self_mask
+    layer = state.layers[attention]
+    scale = attention.scaling
+    mask = state.self_mask
     queries, keys, values = (
         _split_heads(attention, project(query)) for project in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
@@ -104,7 +106,9 @@ def cross_attention(
         projections = attention.k_proj, attention.v_proj
         stored = state.set_prompt(attention, *(_split_heads(attention, project(by_input)) for project in projections))
     keys, values = stored
-    rows_per_input, heads, weights = state.rows_per_input, attention.num_heads, None
+    rows_per_input = state.rows_per_input
+    heads = attention.num_heads
+    weights = None
     folded = fold(_split_heads(attention, attention.q_proj(query)), rows_per_input, heads)  # [B, H, M*L, D]
     count("matmul" if need_weights else "shared_attention")
     if need_weights:

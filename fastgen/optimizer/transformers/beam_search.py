@@ -110,7 +110,9 @@ class BeamSearch:
     def __init__(self, input_ids: Tensor, config: Any, step: TransformersDecodeStep) -> None:
         self.config, self.step, self.num_beams = config, step, config.num_beams
         rows, self.prompt_length = input_ids.shape
-        inputs, device, eos = rows // self.num_beams, input_ids.device, config._eos_token_tensor
+        inputs = rows // self.num_beams
+        device = input_ids.device
+        eos = config._eos_token_tensor
         self.num_candidates = max(2, 1 + (0 if eos is None else eos.shape[0])) * self.num_beams
         self.input_ids, self.prompt = input_ids, input_ids.clone()
         self.scores = torch.zeros((inputs, self.num_beams), dtype=torch.float32, device=device)
@@ -153,24 +155,29 @@ class BeamSearch:
         """Returns the best next tokens: their scores, the rows that they continue, and the tokens, `[B, C]` each."""
         logits = self.step.logits(self.input_ids)
         allowed = self.allowed_candidates(logits) if self.is_constrained else None
-        log_probs, width = None, logits.shape[1]
+        log_probs = None
+        width = logits.shape[1]
         if allowed is None and self.step.processors:
             log_probs = self.step.processors(self.input_ids, functional.log_softmax(logits, dim=-1))
             # With the library's operations, so that errors are the library's: a processor may remove or add tokens.
             by_beam = torch.reshape(log_probs, [*self.scores.shape, *log_probs.shape[1:]])
-            log_probs, width = by_beam.flatten(0, 1), by_beam.shape[-1]
+            log_probs = by_beam.flatten(0, 1)
+            width = by_beam.shape[-1]
             if by_beam.dim() != 3:
                 sums = torch.reshape(by_beam + self.scores[:, :, None], (len(self.scores), -1))
-                allowed, width = torch.topk(sums, k=self.num_candidates), sums.shape[1] // self.num_beams
+                allowed = torch.topk(sums, k=self.num_candidates)
+                width = sums.shape[1] // self.num_beams
         candidates, index = allowed or best_of_all(logits, self.scores, self.num_candidates, log_probs)
         if self.step.steps == 1:
             self.input_ids = self.prompt
-        beams, tokens = index // width, index % width
+        beams = index // width
+        tokens = index % width
         return candidates, self.first_rows[: len(beams)] + beams, tokens
 
     def allowed_candidates(self, logits: Tensor) -> Candidates | None:
         """Returns scores and indices `[B, C]` of the best tokens that a trie allows; None if all tokens count."""
-        candidates, count_of_rows = None, self.input_ids.shape[0]
+        candidates = None
+        count_of_rows = self.input_ids.shape[0]
         if (trie := trie_alone(self.step.processors, logits.shape[1])) is None:
             return None
         racing = (self.scores.flatten() > LOWEST).nonzero().flatten() if trie.at_dead_ends else ()
@@ -202,11 +209,14 @@ class BeamSearch:
         entering = self.enter(candidates, ended, length - self.prompt_length)
         stop = self.judge(ended, length - self.prompt_length)
         if self.late_stop is None:
-            unmoved, is_final = entering == self.beam_ids, self.is_final()
+            unmoved = entering == self.beam_ids
+            is_final = self.is_final()
             stop, unmoved, *is_final = torch.cat([stop.view(1), unmoved.all().view(1), is_final.flatten()]).tolist()
         else:
             self.has_ended = stop
-            stop, unmoved, is_final = self.late_stop.exchange(stop) or length >= self.config.max_length, False, []
+            stop = self.late_stop.exchange(stop) or length >= self.config.max_length
+            unmoved = False
+            is_final = []
         if not unmoved:
             self.move_best(entering, parents, tokens)
         beam_idx = parents.gather(1, chosen).flatten()

@@ -105,11 +105,13 @@ def _tiny_reasons(
     call: GenerateCall, model: checks.HostModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Reason]:
     """Returns why a call cannot gain what fastgen costs; empty if it can, or if its size is unknown."""
-    prompt, steps = args[0] if args else kwargs.get("input_ids"), kwargs.get("max_new_tokens")
+    prompt = args[0] if args else kwargs.get("input_ids")
+    steps = kwargs.get("max_new_tokens")
     reuses_prefix = next(settings_of(kept_prefix.PrefixReuse), None) is not None
     if not isinstance(prompt, Tensor) or type(steps) is not int or reuses_prefix:
         return []
-    config, rows = kwargs.get("generation_config") or model.generation_config, 1
+    config = kwargs.get("generation_config") or model.generation_config
+    rows = 1
     for name in ("num_beams", "num_return_sequences"):
         rows = max(rows, kwargs.get(name) or getattr(config, name, None) or 1)
     may_gain = call.costs.may_gain(size_of(model, checks.KNOWN), rows * prompt.numel(), steps)
@@ -128,7 +130,8 @@ def swap_forwards(
     """
     if not call.costs.should_swap_forwards(size_of(model, checks.KNOWN), kwargs.get("max_new_tokens")):
         return nullcontext()
-    facts, asked = call.facts_of(model, checks.KNOWN), [kwargs.get("cache_implementation")]
+    facts = call.facts_of(model, checks.KNOWN)
+    asked = [kwargs.get("cache_implementation")]
     for config in (kwargs.get("generation_config"), *args, getattr(model, "generation_config", None)):
         asked.append(getattr(config, "cache_implementation", None))
     is_static = getattr(kv_layers.cache_of(kwargs), "is_compileable", False)
@@ -190,7 +193,8 @@ def drop_unused_outputs(loop: Callable) -> Callable:
 
     @wraps(loop)
     def run(*args: Any, **kwargs: Any) -> Any:
-        used, call = next(settings_of(UsedOutputs), None), current_call()
+        used = next(settings_of(UsedOutputs), None)
+        call = current_call()
         if used is None or call is None:
             return loop(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)

@@ -197,7 +197,8 @@ class CallChecks:
 
     @check(report.PREFILL, report.STEPS, report.COMPACTION, report.DRAFTS)
     def _row_reasons(self, facts: ModelInfo) -> list[Reason]:
-        kind, switched_on = self.model.config.model_type, [] if facts.training is None else [facts.training]
+        kind = self.model.config.model_type
+        switched_on = [] if facts.training is None else [facts.training]
         if not switched_on and (name := facts.foreign_in_training) is not None:
             switched_on = [f"{named(name)}, of a class that is not the library's, is in training mode"]
         # Models of users' classes are compared at their first use.
@@ -234,7 +235,8 @@ class CallChecks:
     @check(report.PREFILL)
     def prefill_sync(self, arguments: dict[str, Any], generation_config: Any, groups: RowGroups) -> list[Reason]:
         """Returns why a prefill must run with all rows instead of one of each group. May read the device."""
-        cache, cache_reasons = kv_layers.cache_of(arguments), []
+        cache = kv_layers.cache_of(arguments)
+        cache_reasons = []
         if self.call.host.user_cache:
             cache_reasons = [Reason("USER_CACHE", USER_CACHE)]
         elif kv_layers.is_static(cache):
@@ -254,7 +256,8 @@ class CallChecks:
 
         moves_columns: whether columns of a row change places.
         """
-        kind, is_old = self.model.config.model_type, not compat.LAYERS_ARE_KNOWN
+        kind = self.model.config.model_type
+        is_old = not compat.LAYERS_ARE_KNOWN
         has_layers = cache is not None and not kv_layers.is_static(cache)
         counted = compat.COUNTED_COLUMNS.get(kind)
         return that_hold(
@@ -288,7 +291,8 @@ class CallChecks:
     @check(report.LOOP)
     def settings(self) -> list[Reason]:
         """The reasons in the caller's settings why the library's loop must run; checked before everything else."""
-        arguments, config = self.arguments, self.arguments.generation_config
+        arguments = self.arguments
+        config = self.arguments.generation_config
         is_beam_search = bool(arguments.methods)
         return that_hold(
             ("COMPILED", "compile_config is set", config.compile_config is not None and not is_beam_search),
@@ -300,13 +304,17 @@ class CallChecks:
     @check(report.LOOP)
     def loop(self) -> list[Reason]:
         """The reasons why fastgen's loop cannot replace the library's."""
-        call, arguments, config = self.call, self.arguments, self.arguments.generation_config
+        call = self.call
+        arguments = self.arguments
+        config = self.arguments.generation_config
         called = arguments.logits_processor, arguments.stopping_criteria
         cache = kv_layers.cache_of(arguments.model_kwargs)
-        loops, methods = list(filterfalse(PATCH_SET.direct.__contains__, LOOPS)), (*METHODS, *arguments.methods)
+        loops = list(filterfalse(PATCH_SET.direct.__contains__, LOOPS))
+        methods = (*METHODS, *arguments.methods)
         replaced = [name for name in methods if not comes_with(getattr(self.model, name, None), GenerationMixin)]
         calls = [type(one).__name__ for one in called if not _runs_library_code(one)]
-        is_own_call, is_assistant = "__call__" in vars(self.model), getattr(config, "is_assistant", False)
+        is_own_call = "__call__" in vars(self.model)
+        is_assistant = getattr(config, "is_assistant", False)
         is_old = not compat.STEPS_ARE_KNOWN
         return that_hold(
             ("METHOD_REPLACED", "{}: another loop was there before fastgen", loops),
@@ -371,8 +379,11 @@ class CallChecks:
     @check(report.STEPS)
     def capture(self) -> list[Reason]:
         """The reasons in arguments and configuration why steps are not captured; see `captures.can_capture`."""
-        model, arguments, name = self.model, self.arguments.model_kwargs, type(self.model).__name__
-        most, cache = self.arguments.generation_config.max_length or 0, arguments.get(CACHE)
+        model = self.model
+        arguments = self.arguments.model_kwargs
+        name = type(self.model).__name__
+        most = self.arguments.generation_config.max_length or 0
+        cache = arguments.get(CACHE)
         waits = not getattr(model, "_can_compile_fullgraph", False)
         waits = waits and model.config.model_type not in compat.SYNC_FREE
         return that_hold(
@@ -415,7 +426,8 @@ class CallChecks:
 @check(report.PREFILL)
 def _static_cache_reasons(cache: Any, generation_config: Any) -> list[Reason]:
     """Returns why a prefill of one row of each group cannot fill the library's static cache for all rows."""
-    text, is_chunked = "the cache is a StaticCache", generation_config.prefill_chunk_size is not None
+    text = "the cache is a StaticCache"
+    is_chunked = generation_config.prefill_chunk_size is not None
     kinds = {*map(type, kv_layers.layers_of(cache))} - {StaticLayer, StaticSlidingWindowLayer}
     names = ", ".join(sorted(kind.__name__ for kind in kinds))
     return that_hold(

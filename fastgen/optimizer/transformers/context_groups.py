@@ -88,11 +88,13 @@ def prefix_groups(rows: Sequence[Sequence[int]], gains: Callable[[int], bool]) -
 
     def rest_of(start: int, end: int, depth: int = 0) -> tuple[list[int], int]:
         """Adds groups of `order[start:end]`; returns the rows in no group, and the length of their prefix."""
-        alone, between = order[start:end], common[start : end - 1]
+        alone = order[start:end]
+        between = common[start : end - 1]
         length = min([*between, *(len(rows[number]) - 1 for number in alone)])
         if not between or depth == MOST_GROUPS_WITHIN:
             return alone, length
-        alone, least = [], min(between)
+        alone = []
+        least = min(between)
         cuts = [number for number, count in enumerate(between, start + 1) if count == least]
         for first, last in zip([start, *cuts], [*cuts, end]):
             rest, rest_length = rest_of(first, last, depth + 1)
@@ -127,7 +129,8 @@ def batches(items: list[Any], shape_of: Callable[[Any], tuple[int, int, int]], t
         length, rows, longest = map(max, largest, shape)
         if batch and (len(batch) + 1) * max(length, rows * longest) > tokens:
             yield batch
-            batch, (length, rows, longest) = [], shape
+            batch = []
+            length, rows, longest = shape
         batch.append(item)
         largest = length, rows, longest
     yield batch

@@ -75,7 +75,9 @@ class TransformersDecodeStep(DecodeStep):
             self.drafts.end()
         super().__exit__(*error)
         # Releases the cache: if nobody else holds it, it need not be given back when the call ends.
-        self.arguments, self._dynamic, self.drafts = {}, None, None
+        self.arguments = {}
+        self._dynamic = None
+        self.drafts = None
         self.rollback.keep()
 
     @property
@@ -129,7 +131,8 @@ class TransformersDecodeStep(DecodeStep):
 
     def room(self, tokens: Tensor) -> int:
         """Returns the most tokens per row that a forward may have now."""
-        left, room = self.max_length - tokens.shape[1], self.mode.room()
+        left = self.max_length - tokens.shape[1]
+        room = self.mode.room()
         return left if room is None else min(left, room)
 
     def path(self, size: int) -> str:
@@ -173,7 +176,8 @@ class TransformersDecodeStep(DecodeStep):
     def inputs(self, tokens: Tensor, graph: CapturedGraph | None, size: int = 1) -> dict[str, Any]:
         if size == 1:
             return self._inputs_of_one(tokens, graph)
-        count, column = size - 1, 0
+        count = size - 1
+        column = 0
         if graph is not None:
             column = graph.cache.self_padding + graph.cache.prompt_length + graph.cache.generated_length + 1
         return inputs_ahead(self._inputs_of_one(tokens[:, :-count], graph), tokens[:, -count:], column)
@@ -182,8 +186,10 @@ class TransformersDecodeStep(DecodeStep):
         length = 1 if self.arguments["use_cache"] else None
         if graph is None:
             return self.model.prepare_inputs_for_generation(tokens, next_sequence_length=length, **self.arguments)
-        arguments, is_cross = {**self.arguments, CACHE: graph.view}, self.model.config.is_encoder_decoder
-        name, masks = MASKS[is_cross], self._masks.next(graph.cache)
+        arguments = {**self.arguments, CACHE: graph.view}
+        is_cross = self.model.config.is_encoder_decoder
+        name = MASKS[is_cross]
+        masks = self._masks.next(graph.cache)
         if masks is not None:  # the library builds none then
             arguments[name] = tree_leaves(masks)[0]
         inputs = self.model.prepare_inputs_for_generation(tokens, next_sequence_length=length, **arguments)
@@ -261,7 +267,8 @@ class TransformersDecodeStep(DecodeStep):
         kind. Arguments that do not change are padded once.
         """
         is_cross = self.model.config.is_encoder_decoder
-        masks, encoded = tree_leaves(inputs.get(MASK)), inputs.get(ENCODED)
+        masks = tree_leaves(inputs.get(MASK))
+        encoded = inputs.get(ENCODED)
         if not masks or any(not isinstance(mask, Tensor) or mask.dim() != (2 if is_cross else 4) for mask in masks):
             raise CannotPad
         if is_cross and (encoded is None or masks[0].shape[1] != encoded[0].shape[1]):  # speech encoders downsample
@@ -359,7 +366,8 @@ class StepMasks:
                 expected = tree_leaves(self._revealed(cache))
                 self._is_proven = len(expected) == len(leaves) and all(map(torch.equal, expected, leaves))
                 self.is_possible = self._is_proven
-            self._masks, self._length = masks, cache.generated_length + 1
+            self._masks = masks
+            self._length = cache.generated_length + 1
 
     def _revealed(self, cache: StaticKVCache) -> Any:
         start = cache.self_padding + cache.prompt_length

@@ -137,7 +137,9 @@ class DraftedSteps:
 
     def logits_sync(self, input_ids: Tensor) -> Tensor:
         """Returns the logits `[rows, vocabulary_size]`, float32, of the token after input_ids `[rows, length]`."""
-        newest, checked, tokens = self._read_sync(input_ids), self.checked, []
+        newest = self._read_sync(input_ids)
+        checked = self.checked
+        tokens = []
         follows = checked is not None and checked.follows(newest)
         if not follows:
             self.settle()
@@ -147,7 +149,9 @@ class DraftedSteps:
                 tokens = self._propose(input_ids)
         if (follows or tokens or self.trial is not None) and self._is_outdated():
             self.settle()
-            self.trial, follows, tokens = None, False, []
+            self.trial = None
+            follows = False
+            tokens = []
         if checked is not None and follows:
             return self._take(checked)
         if tokens and self.facts.is_proven:
@@ -286,7 +290,8 @@ class DraftedSteps:
 
     def _refuse(self, text: str) -> None:
         """Checks no more drafts in calls of this kind."""
-        self.facts.refused, self.trial = [self._refusal(text)], None
+        self.facts.refused = [self._refusal(text)]
+        self.trial = None
         self._leave_alone(self.facts.refused)
 
     def _refusal(self, text: str) -> Reason:
@@ -299,7 +304,9 @@ class DraftedSteps:
 
     def _timed(self, size: int, run: Callable[..., Any], *arguments: Any) -> Any:
         """Runs a forward of so many tokens per row and notes its time."""
-        path, facts, started = self.step.path(size), self.facts, time.perf_counter()
+        path = self.step.path(size)
+        facts = self.facts
+        started = time.perf_counter()
         result = run(*arguments)
         facts.add_time(len(self.drafts.texts), size, path, time.perf_counter() - started)
         return result
@@ -312,8 +319,10 @@ def inputs_ahead(inputs: dict[str, Any], drafted: Tensor, column: int) -> dict[s
     drafted: `[rows, count]`. column: of the first drafted token, in masks of a static cache, `[…, 1, length]`, whose
     later columns are hidden. Raises LeaveAlone if the columns of an argument are not known.
     """
-    is_cross, count = TOKENS[1] in inputs, drafted.shape[1]
-    mask, ahead = MASKS[is_cross], dict(inputs)
+    is_cross = TOKENS[1] in inputs
+    count = drafted.shape[1]
+    mask = MASKS[is_cross]
+    ahead = dict(inputs)
     for name, value in inputs.items():
         if isinstance(value, PLAIN_TYPES) or name in WITHOUT_COLUMNS or (is_cross and name == MASKS[0]):
             continue

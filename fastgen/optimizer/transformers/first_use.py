@@ -164,7 +164,8 @@ class FirstUse:
 
     def _key(self, unknown: dict[str, str | None]) -> Any:
         """Returns what chooses code: sources, plain attributes, dtype and device, and the kind of call."""
-        model, defaults = self.model, vars(GenerationConfig())
+        model = self.model
+        defaults = vars(GenerationConfig())
         weight = next(iter(model.parameters()), torch.empty(0))
         inputs = [value.shape[0] for value in self.arguments.values() if isinstance(value, Tensor) and value.dim()]
         several = [(self._setting(name) or 1) > 1 for name in ("num_beams", "num_return_sequences")]
@@ -230,7 +231,8 @@ class FirstUse:
 
     def _noted(self, run: Callable[..., Any], steps: int | None, arguments: dict[str, Any]) -> Noted:
         """Runs the call, of at most so many steps if it is not None, and notes logits."""
-        noting, arguments = Noting(), dict(arguments)
+        noting = Noting()
+        arguments = dict(arguments)
         arguments["logits_processor"] = LogitsProcessorList([noting, *(arguments.get("logits_processor") or ())])
         if steps is not None:
             arguments["stopping_criteria"] = [
@@ -243,10 +245,13 @@ class FirstUse:
         """Returns the caller's call, and one that `_ours` can repeat: the same, or one that ends early."""
         self._restore = self._undo()
         with _beam_scores_of(self.model) as beam_scores:
-            noted, self._limit = self._noted(original, None, self.arguments), None
-            expected, self._start = noted, noted.noting.length
+            noted = self._noted(original, None, self.arguments)
+            self._limit = None
+            expected = noted
+            self._start = noted.noting.length
             if len(noted.noting.largest) >= MOST_STEPS:
-                restore, self._limit = self._undo(), min(self.steps // 3, MOST_STEPS)
+                restore = self._undo()
+                self._limit = min(self.steps // 3, MOST_STEPS)
                 self._restore()
                 expected = self._noted(original, self._limit, _copied(self._copied))
                 restore()
@@ -267,7 +272,8 @@ class FirstUse:
 
     def _ours(self, original: Callable, accelerated: Callable[..., Any]) -> list[Noted]:
         """Returns the results of fastgen's two ways. Raises NotComparable if fastgen does nothing in this call."""
-        results, restore = [], self._undo()
+        results = []
+        restore = self._undo()
         try:
             for costs, steps in ((ALL, self._limit), (PLAIN, PLAIN_STEPS)):
                 self._restore()

@@ -104,7 +104,8 @@ class PrefixReuse:
         """Returns what keys and values depend on in addition to the prompt, read once per call; None if unreadable."""
         looked_up = self._state  # stored by this call, or by one in another thread
         if looked_up is None or looked_up[0] is not call:
-            facts, device = call.facts_of(model, checks.KNOWN), model.device.type
+            facts = call.facts_of(model, checks.KNOWN)
+            device = model.device.type
             weights = weights_of(facts) if self.check_weights else []
             sums = None if weights is None else checksums_sync(weights)
             autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

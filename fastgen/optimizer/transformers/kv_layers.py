@@ -180,7 +180,8 @@ def unsupported_types(cache: object) -> list[Reason]:
             return [Reason("CACHE_TYPE", text)]
         if getattr(part, "offloading", False):
             return [Reason("CACHE_OFFLOADED", "the cache is offloaded to the CPU")]
-        kinds, modules = set(map(type, part.layers)), {DynamicLayer.__module__, __name__}
+        kinds = set(map(type, part.layers))
+        modules = {DynamicLayer.__module__, __name__}
         if not modules.issuperset(map(attrgetter("__module__"), kinds)):
             foreign = sorted(kind.__name__ for kind in kinds if kind.__module__ not in modules)
             text = f"the cache has layers of the model's own classes ({', '.join(foreign)})"
@@ -213,7 +214,8 @@ class AdoptPlan:
 
     def apply(self, kv: KVCache, limit: int, user_code: bool) -> None:
         """Stores the layers for all rows of `kv`, in it or not. limit: the most positions that a row may get."""
-        shares, rows_per_input = self.storage is Storage.SHARED, kv.rows_per_input
+        shares = self.storage is Storage.SHARED
+        rows_per_input = kv.rows_per_input
         if self.branched is not None:
             self.branched.branch(rows_per_input, shares, limit)
         elif self.storage is Storage.LIBRARYS:
@@ -276,7 +278,8 @@ def plan_adoption(cache: Cache, rows_per_input: int, limit: int, call: GenerateC
         for index, layer in enumerate(part.layers):
             kind: Any = type(layer)
             if isinstance(layer, KVLayer):
-                kind, keys = layer.kv, layer.kv.segments(layer.index)[-1][0]
+                kind = layer.kv
+                keys = layer.kv.segments(layer.index)[-1][0]
                 if kind not in plans:
                     plans[kind] = AdoptPlan(storage_for(keys, is_cross=False), True, branched=layer.kv)
             elif kind not in ADOPTED or getattr(layer, "record_past", False):  # used to roll back a window
@@ -381,7 +384,8 @@ def layer_reasons(cache: Cache, most: int) -> list[Reason]:
             text = f"a sliding window of {layer.sliding_window} for up to {most} positions"
             return [Reason("SLIDING_WINDOW", text)]
     if foreign := {*map(type, layers_of(cache))} - {*ADOPTED, *ADOPTED.values()}:
-        names, supported = sorted(kind.__name__ for kind in foreign), ", ".join(kind.__name__ for kind in ADOPTED)
+        names = sorted(kind.__name__ for kind in foreign)
+        supported = ", ".join(kind.__name__ for kind in ADOPTED)
         return [Reason("CACHE_LAYERS", f"a cache with layers of {', '.join(names)} (supported: {supported})")]
     return []
 
@@ -390,7 +394,8 @@ def layer_reasons(cache: Cache, most: int) -> list[Reason]:
 def content_of(cache: Cache, most: int) -> KVContent:
     """Returns the content of the cache as views. Raises LeaveAlone if it cannot be static for `most` positions."""
     leave_alone_for(layer_reasons(cache, most))
-    layers, growing = layers_of(cache), len(parts(cache)[0].layers)
+    layers = layers_of(cache)
+    growing = len(parts(cache)[0].layers)
     if not growing or not parts(cache)[-1].layers or not all(map(attrgetter("is_initialized"), layers)):
         raise LeaveAlone([LAYER_EMPTY])
     adopted = {layer.kv for layer in layers if isinstance(layer, KVLayer)}

@@ -81,7 +81,8 @@ def log_likelihoods(
         return []
     model = base_of(model)
     with generate_call(model, has_steps=False) as call, torch.no_grad():
-        scorer, asked = Scorer(call, model, tokens_per_batch), contexts_of(pairs)
+        scorer = Scorer(call, model, tokens_per_batch)
+        asked = contexts_of(pairs)
         try:
             answers = scorer.answers(asked)
         except (IndexError, RuntimeError) as error:  # models that compute positions accept more, at a loss
@@ -166,7 +167,8 @@ def _encoded(tokenizer: Any, text: str) -> list[int]:
     """
     if (begin := _first_token(tokenizer)) and text.startswith(begin):
         return tokenizer(text, add_special_tokens=False)["input_ids"]
-    ids, plain = tokenizer(text)["input_ids"], tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(text)["input_ids"]
+    plain = tokenizer(text, add_special_tokens=False)["input_ids"]
     for start in range(len(ids) - len(plain) + 1):
         if ids[start : start + len(plain)] == plain:
             return ids[: start + len(plain)]
@@ -278,7 +280,8 @@ class Scorer(SharedForward):
 def _padded(rows: Sequence[Tokens], left: bool) -> tuple[Tensor, Tensor]:
     """Returns padded tokens and their mask, `[rows, length of the longest]`; left: whether padding is on the left."""
     length = max(map(len, rows))
-    tokens, mask = torch.zeros(len(rows), length, dtype=torch.int64), torch.zeros(len(rows), length)
+    tokens = torch.zeros(len(rows), length, dtype=torch.int64)
+    mask = torch.zeros(len(rows), length)
     for number, row in enumerate(rows):
         place = slice(length - len(row), None) if left else slice(len(row))
         tokens[number, place], mask[number, place] = torch.tensor(row), 1

@@ -89,7 +89,8 @@ def plan_prefill(
     groups, reasons = groups_of_equal_rows(call, model, arguments, generation_config)
     call.set_rows(groups.inputs, groups.rows)
     is_each_alone = len(groups) == groups.rows
-    first_rows, prefix = arguments, None
+    first_rows = arguments
+    prefix = None
     if not is_each_alone and not reasons:
         first_rows = row_groups.take(arguments, groups.rows, groups.firsts)
         if arguments.get(row_groups.IMAGES) is not None:
@@ -129,7 +130,8 @@ class PrefillPlan:
         model_kwargs: the arguments of all rows, which are updated for the following steps, as by the library's prefill.
         """
         call, model = self.checks.call, self.checks.model
-        cache, facts = kv_layers.cache_of(self.first_rows), call.facts_of(model, KNOWN)
+        cache = kv_layers.cache_of(self.first_rows)
+        facts = call.facts_of(model, KNOWN)
         rollback = Rollback()
         if cache is not None:
             rollback.callback(kv_layers.undo_of(cache))
@@ -268,12 +270,15 @@ def too_small_reasons(call: GenerateCall, model: HostModel, arguments: dict[str,
         length = max(length, embeds.shape[1])
     if encoded is not None and isinstance(encoded[0], Tensor):
         length += encoded[0].shape[1] // 16  # the part of a layer's weights that they are multiplied with
-    size, costs, tokens = size_of(model, KNOWN), call.costs, (row_count - groups) * length
+    size = size_of(model, KNOWN)
+    costs = call.costs
+    tokens = (row_count - groups) * length
     if costs.should_prefill_once(size, tokens):
         return []
     if costs.shares is False:
         return [Reason("SHARE_NEVER", "FASTGEN_SHARE=never")]
-    saved, overhead = costs.seconds_of_prefill(size, tokens) * 1e3, costs.overhead_of_prefill_once(size) * 1e3
+    saved = costs.seconds_of_prefill(size, tokens) * 1e3
+    overhead = costs.overhead_of_prefill_once(size) * 1e3
     detail = f"{tokens} tokens fewer save about {saved:.2f} ms, the overhead is {overhead:.2f} ms"
     return [Reason("TOO_SMALL", "the model is too small to gain", detail)]
 

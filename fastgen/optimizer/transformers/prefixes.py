@@ -62,7 +62,8 @@ class CommonPrefix:
 
     def of_prefix(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Returns a prefill's arguments for one row that holds the prefix."""
-        row, names = self.of_rests(arguments), column_names(arguments)
+        row = self.of_rests(arguments)
+        names = column_names(arguments)
         for name in {TOKENS, *names} & row.keys():
             row[name] = row[name][:1, : self.length if name in names else None]
         return row if self.images is None else row | {IMAGES: self.images[0]}
@@ -71,7 +72,8 @@ class CommonPrefix:
         """Returns a prefill's arguments for all rows, with the columns ordered so that the prefix comes first."""
         ordered = dict(arguments)
         if self.padding is not None:
-            shape, padding = prompt_of(arguments).shape[:2], self.padding[:, None]
+            shape = prompt_of(arguments).shape[:2]
+            padding = self.padding[:, None]
             places = torch.arange(shape[1], device=padding.device).expand(shape)
             after_prefix = torch.where(places < self.length + padding, places - self.length, places)
             order = torch.where(places < self.length, places + padding, after_prefix)
@@ -116,8 +118,12 @@ def common_prefix_sync(checks: CallChecks, arguments: dict[str, Any], generation
     It excludes the last column of each row, whose logits are needed. Adds to the report why a prefix is not used. Reads
     the device.
     """
-    call, model, (rows, length) = checks.call, checks.model, prompt_of(arguments).shape[:2]
-    size, costs, reuse = size_of(model, KNOWN), call.costs, reuse_of(model)
+    call = checks.call
+    model = checks.model
+    rows, length = prompt_of(arguments).shape[:2]
+    size = size_of(model, KNOWN)
+    costs = call.costs
+    reuse = reuse_of(model)
 
     def gains(tokens: int) -> bool:
         return tokens > 0 and costs.should_split_prefix(size, tokens)
@@ -159,7 +165,8 @@ def _with_reused_sync(
     """
     rows = len(prompt_of(arguments))
     asked = longest.length if reuse.head is None else reuse.head if reuse.head <= longest.length else 0
-    reused, layers = 0, list[KV]()
+    reused = 0
+    layers = list[KV]()
     if asked > 1:
         columns = replace(longest, length=asked).columns(arguments)
         reused, layers = reuse.match_sync(call, model, columns, options_of(arguments))
@@ -180,7 +187,8 @@ def fill_sync(
 ) -> None:
     """Fills the empty cache among a prefill's arguments with the prefix, for one row: kept columns, then the others."""
     cache: Any = kv_layers.cache_of(arguments)
-    reuse, filled = reuse_of(model), prefix.reused
+    reuse = reuse_of(model)
+    filled = prefix.reused
     for index, (keys, values) in enumerate(prefix.reused_layers if filled else ()):
         cache.update(keys[:, :, :filled], values[:, :, :filled], index)
     for part in (replace(prefix, length=prefix.head), prefix) if prefix.head else (prefix,):
@@ -250,7 +258,8 @@ def _trial_of(prefix: CommonPrefix, arguments: dict[str, Any], kind: int | None)
     rows.pop(IMAGES, None)
     if rows.get(MASK) is None:  # the library derives from it which columns are new
         rows[MASK] = prompt_of(rows).new_ones(1, 2, dtype=torch.int64)
-    names, padding = column_names(rows), 0 if prefix.padding is None else PADDING
+    names = column_names(rows)
+    padding = 0 if prefix.padding is None else PADDING
     for name in names:
         pair = other = rows[name]
         if name == names[0]:
@@ -317,7 +326,9 @@ def unsupported_reasons(
     checks: CallChecks, arguments: dict[str, Any], generation_config: Any, prefix: CommonPrefix
 ) -> list[Reason]:
     """Returns why this prefix cannot be computed separately; empty if it can."""
-    config, moves, generated = checks.model.config, prefix.padding is not None, generation_config.max_length or 0
+    config = checks.model.config
+    moves = prefix.padding is not None
+    generated = generation_config.max_length or 0
     most = prompt_of(arguments).shape[1] + generated - arguments[TOKENS].shape[1]  # max_length counts no embeddings
     outputs = ("output_attentions", "output_hidden_states")
     full_outputs = [name for name in outputs if arguments.get(name) or getattr(config, name, False)]
@@ -348,12 +359,15 @@ def _have_other_shapes(arguments: dict[str, Any], moves: bool) -> list[str]:
 
 def longest_sync(arguments: dict[str, Any], config: Any) -> CommonPrefix:
     """Returns the longest common prefix of the visible columns; its length is 0 if there is none."""
-    prompt, mask = prompt_of(arguments), arguments.get(MASK)
-    most, padding = prompt.shape[1] - 1, None
+    prompt = prompt_of(arguments)
+    mask = arguments.get(MASK)
+    most = prompt.shape[1] - 1
+    padding = None
     if mask is not None and mask.shape == prompt.shape[:2]:
         padding = (mask != 0).long().argmax(dim=1)
         largest = int(padding.max())
-        most, padding = most - largest, padding if largest else None
+        most -= largest
+        padding = padding if largest else None
     if most < 1:
         return CommonPrefix(0, padding)
     ordered = CommonPrefix(most, padding).of_rests(arguments)

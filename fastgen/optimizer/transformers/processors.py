@@ -83,7 +83,8 @@ def _is_patched(processor: Any, *kinds: type) -> bool:
 
 def _ours_or_theirs(processor: Any, ours: Callable[[], Tensor], theirs: Callable[[], Tensor]) -> Tensor:
     """Returns the scores of `ours`; of `theirs` until the first call has shown that both ban the same tokens."""
-    name, kind = logits_process.__name__, type(processor).__qualname__
+    name = logits_process.__name__
+    kind = type(processor).__qualname__
     return trust.ours_or_theirs(trust.unknown_sources([name]), (kind,), ours, theirs, _bans_otherwise, f"{name}.{kind}")
 
 
@@ -160,7 +161,8 @@ class WritingProcessors(LogitsProcessorList):
 
 def _ngram_reasons(processor: Any, input_ids: Tensor, scores: Tensor) -> list[Reason]:
     """Returns why this call is left to transformers; empty if it is not."""
-    is_of_encoder, size = isinstance(processor, EncoderNoRepeatNGramLogitsProcessor), processor.ngram_size
+    is_of_encoder = isinstance(processor, EncoderNoRepeatNGramLogitsProcessor)
+    size = processor.ngram_size
     kind = _NGRAMS[is_of_encoder]
     is_replaced = _PATCHES[kind] not in PATCH_SET.direct
     reasons = that_hold(
@@ -173,8 +175,11 @@ def _ngram_reasons(processor: Any, input_ids: Tensor, scores: Tensor) -> list[Re
     ngrams = processor.generated_ngrams
     if not isinstance(ngrams, EncoderNGrams):
         return [Reason("PROCESSOR_MADE_ELSEWHERE", "the processor was made without fastgen")]
-    tokens, rows = ngrams.encoder_input_ids, input_ids.shape[0]
-    inputs, was_read, wanted = tokens.shape[0], "data" in vars(ngrams), f"{input_ids.dtype} on {input_ids.device}"
+    tokens = ngrams.encoder_input_ids
+    rows = input_ids.shape[0]
+    inputs = tokens.shape[0]
+    was_read = "data" in vars(ngrams)
+    wanted = f"{input_ids.dtype} on {input_ids.device}"
     is_changed = (size, processor.batch_size) != (ngrams.ngram_size, inputs)
     is_other = (tokens.dtype, tokens.device) != (input_ids.dtype, input_ids.device)
     text = f"encoder_input_ids are {tokens.dtype} on {tokens.device} (supported: {wanted}, as input_ids)"
@@ -205,7 +210,9 @@ def _ban(ban: Callable[..., Tensor], processor: Any, input_ids: Tensor, scores: 
 
 def prefix_constrained(original: Callable, self: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
     """Replaces `__call__`; input_ids `[rows, length]`, scores `[rows, vocabulary_size]`."""
-    trie, num_beams, rows = self._prefix_allowed_tokens_fn, self._num_beams, input_ids.shape[0]
+    trie = self._prefix_allowed_tokens_fn
+    num_beams = self._num_beams
+    rows = input_ids.shape[0]
     theirs = partial(original, self, input_ids, scores)
     if type(trie) is not PrefixTrie or TRIE_GROUP not in PATCH_SET.direct:
         return theirs()

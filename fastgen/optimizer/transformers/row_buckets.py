@@ -47,8 +47,10 @@ def buckets_sync(input_ids: Tensor, mask: Tensor, gains: Callable[[int], bool]) 
 
     gains: returns whether saving so many tokens is worth an additional forward.
     """
-    tokens, visible = input_ids.cpu().numpy(), (mask != 0).cpu().numpy()
-    starts, ends = visible.argmax(axis=1), visible.shape[1] - visible[:, ::-1].argmax(axis=1)
+    tokens = input_ids.cpu().numpy()
+    visible = (mask != 0).cpu().numpy()
+    starts = visible.argmax(axis=1)
+    ends = visible.shape[1] - visible[:, ::-1].argmax(axis=1)
     if (visible.sum(axis=1) != ends - starts).any():
         raise LeaveAlone([Reason("PADDING_INSIDE", "the mask hides tokens between visible ones, or all of a row")])
     # The first item keeps rows apart that begin in different columns.
@@ -80,6 +82,7 @@ def _merged(groups: list[Bucket], gains: Callable[[int], bool]) -> list[Bucket]:
             buckets.append(group)
             lost = 0
         else:
-            rows, end = merged.rows + group.rows, max(merged.end, group.end)
+            rows = merged.rows + group.rows
+            end = max(merged.end, group.end)
             buckets[-1] = Bucket(rows, merged.groups + 1, merged.split, end)
     return buckets

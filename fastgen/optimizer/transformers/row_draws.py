@@ -131,7 +131,8 @@ class _DrawsBeams(_Hook):
     name, loop = "_get_top_k_continuations", "_beam_search"
 
     def __call__(self, accumulated_log_probs: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        step, count = kwargs["cur_len"] - kwargs["decoder_prompt_len"], kwargs["beams_to_keep"]
+        step = kwargs["cur_len"] - kwargs["decoder_prompt_len"]
+        count = kwargs["beams_to_keep"]
         indices = self.draws.continuations(accumulated_log_probs, step, count)  # [inputs, count]
         ranks = torch.arange(count, 0, -1, device=indices.device).to(accumulated_log_probs.dtype).expand_as(indices)
         ranked = torch.full_like(accumulated_log_probs, -math.inf).scatter_(1, indices, ranks)
@@ -147,7 +148,8 @@ _hooks: dict[type[_Hook], WeakKeyDictionary[Any, _Hook]] = {
 
 def can_draw_by_row(model: Any, beams: bool = False) -> bool:
     """Whether the model's `generate` and its loop, of samples or of sampled beams, are the library's."""
-    kind, hook = type(model), _DrawsBeams if beams else _AddsDraws
+    kind = type(model)
+    hook = _DrawsBeams if beams else _AddsDraws
     own = ("generate", hook.loop, hook.name)
     is_librarys = (getattr(kind, name, None) is getattr(GenerationMixin, name) for name in own)
     return isinstance(model, GenerationMixin) and all(is_librarys)

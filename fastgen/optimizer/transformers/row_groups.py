@@ -67,7 +67,8 @@ class RowGroups:
 @check(PREFILL, COMPACTION)
 def unsupported_reasons(model_type: str, arguments: dict[str, Any], rows: int) -> list[Reason]:
     """Returns why rows of these arguments cannot be left out; empty if they can."""
-    reasons, unread = [], UNREAD_ARGUMENTS.get(model_type, ())
+    reasons = []
+    unread = UNREAD_ARGUMENTS.get(model_type, ())
     for name, value in _leaves(arguments):
         if name in unread or name == IMAGES or value is None or isinstance(value, _PLAIN):
             continue

@@ -55,7 +55,9 @@ class NodeLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KV:
         if not (self.is_leaf or self.is_initialized):
             self.dtype, self.device = key_states.dtype, key_states.device
-            self.keys, self.values, self.is_initialized = key_states, value_states, True
+            self.keys = key_states
+            self.values = value_states
+            self.is_initialized = True
         return in_segments([*self.ancestors, (key_states, value_states)], self.rows, self.usage)
 
     def get_seq_length(self) -> int:
@@ -88,7 +90,8 @@ class SharedForward:
             return checkpointing_reasons(modules) or self._unsupported_reasons(length)
 
     def _unsupported_reasons(self, length: int) -> list[Reason]:
-        cache, moves_columns = DynamicCache(config=self.model.config), self.gives_positions
+        cache = DynamicCache(config=self.model.config)
+        moves_columns = self.gives_positions
         of_call = checks.CallChecks(self.call, self.model)
         if reasons := of_call.prefix(cache, length, moves_columns) + of_call.rows:
             return reasons

@@ -129,12 +129,14 @@ class TokenScorer(SharedForward):
 
     def of_buckets(self, buckets: list[Bucket], input_ids: Tensor, mask: Tensor, columns: int) -> Scores:
         """Returns the scores of the last columns in the order of the rows, with each beginning computed once."""
-        length, order = input_ids.shape[1], [row for bucket in buckets for row in bucket.rows]
+        length = input_ids.shape[1]
+        order = [row for bucket in buckets for row in bucket.rows]
         first = length - columns  # the first column whose token is scored
         scores = []
         with self.sharing():
             for bucket in buckets:
-                rows, end = torch.tensor(bucket.rows, device=input_ids.device), max(bucket.end, first + 1)
+                rows = torch.tensor(bucket.rows, device=input_ids.device)
+                end = max(bucket.end, first + 1)
                 tokens, visible = input_ids[rows, :end], mask[rows, :end]
                 if bucket.split:
                     parts = self._of_groups(bucket, tokens, visible, first)
@@ -146,8 +148,10 @@ class TokenScorer(SharedForward):
 
     def _of_groups(self, bucket: Bucket, tokens: Tensor, visible: Tensor, first: int) -> list[Scores]:
         """Returns the scores of tokens `[rows, length]` from column `first` on, in parts of consecutive columns."""
-        split, firsts = bucket.split, slice(None, None, bucket.rows_per_group)
-        mask, mask_of_rests = visible[firsts, :split], None
+        split = bucket.split
+        firsts = slice(None, None, bucket.rows_per_group)
+        mask = visible[firsts, :split]
+        mask_of_rests = None
         if not bool(mask.all()):  # on the left; what is hidden on the right comes after all that is scored
             mask_of_rests = torch.cat([visible[:, :split], torch.ones_like(visible[:, split:-1])], dim=1)
         beginnings = self.node(bucket.groups)

@@ -130,7 +130,8 @@ class TokenLoop:
     def __init__(self, input_ids: Tensor, config: Any, step: TransformersDecodeStep, compacts: bool) -> None:
         self.config, self.step, self.compacts = config, step, compacts
         device = input_ids.device
-        self.input_ids, self.all_rows = input_ids, input_ids.shape[0]
+        self.input_ids = input_ids
+        self.all_rows = input_ids.shape[0]
         self.pad = None if config._pad_token_tensor is None else config._pad_token_tensor.to(device)
         self.unfinished = torch.ones(self.all_rows, dtype=torch.bool, device=device)
         self.row_index = torch.arange(self.all_rows, device=device)
@@ -222,7 +223,8 @@ class TokenLoop:
                 return
         unfinished = self.unfinished.view(-1, step.rows_per_input)  # [inputs, rows_per_input]
         counts = unfinished.sum(dim=1)
-        remaining, most = counts.nonzero().flatten(), int(counts.max())
+        remaining = counts.nonzero().flatten()
+        most = int(counts.max())
         left = self.config.max_length - self.input_ids.shape[1]
         leaving = len(self.input_ids) - len(remaining) * most
         if not leaving or not step.should_compact(leaving, left):
@@ -242,7 +244,9 @@ def _draw(probs: Tensor, rows: int, row_index: Tensor) -> Tensor:
     is computed for the given rows, on all threads. AMD EPYC (family 25, model 17), 2 threads, 64 rows of 50,257 tokens,
     ms: torch 61, here 36; for 32 of these rows 17.
     """
-    vocabulary, noise, done = probs.shape[1], torch.empty_like(probs), 0
+    vocabulary = probs.shape[1]
+    noise = torch.empty_like(probs)
+    done = 0
     block = max(1, MOST_BITS // vocabulary)
     bits = probs.new_empty((min(block, rows), vocabulary), dtype=torch.int64)
     for first in range(0, rows, block):
@@ -258,7 +262,8 @@ def _draw(probs: Tensor, rows: int, row_index: Tensor) -> Tensor:
 @probe("this torch draws samples in another way")
 def _draws_as_torch() -> bool:
     """Whether this version of torch draws one sample per row as `_draw` does."""
-    probs, rows = torch.rand(6, 3000).softmax(dim=-1), torch.tensor([1, 2, 4])
+    probs = torch.rand(6, 3000).softmax(dim=-1)
+    rows = torch.tensor([1, 2, 4])
     state = torch.get_rng_state()
     expected = torch.multinomial(probs, num_samples=1).squeeze(1)
     after = torch.get_rng_state()

@@ -22,7 +22,8 @@ def _rows_sync(arguments: dict[str, Any], config: Any) -> dict[str, tuple[int, l
     """Returns each modality's placeholder token and the feature indices of each row, int64; None if unknown."""
     rows = {}
     for modality, output in arguments[IMAGES].items():
-        items, token = getattr(output, "pooler_output", None), getattr(config, f"{modality}_token_id", None)
+        items = getattr(output, "pooler_output", None)
+        token = getattr(config, f"{modality}_token_id", None)
         if items is None or token is None or arguments.get("inputs_embeds") is not None:
             return None
         counts = (arguments["input_ids"] == token).sum(-1).tolist()
@@ -53,7 +54,8 @@ def _chosen(output: ModelOutput, features: Tensor) -> ModelOutput:
 @check(PREFILL)
 def of_first_rows_sync(arguments: dict[str, Any], config: Any, groups: RowGroups) -> dict[str, ModelOutput]:
     """Returns the images of the first row of each group. Raises LeaveAlone if other rows of a group have others."""
-    rows, name = _rows_sync(arguments, config), f"argument {IMAGES}"
+    rows = _rows_sync(arguments, config)
+    name = f"argument {IMAGES}"
     firsts = groups.firsts[groups.group_of_row].tolist()
     if rows is None:
         raise LeaveAlone([Reason("IMAGES", f"{name}: they are not known to be those of the prompt's rows")])
@@ -96,7 +98,8 @@ def split_sync(arguments: dict[str, Any], config: Any, tokens: Tensor) -> tuple[
     """Returns the images of a common prefix with tokens `[length]`, and those after it in all rows."""
     first, rest = {}, {}
     for modality, (token, rows) in (_rows_sync(arguments, config) or {}).items():
-        output, count = arguments[IMAGES][modality], int((tokens == token).sum())
+        output = arguments[IMAGES][modality]
+        count = int((tokens == token).sum())
         if count:
             first[modality] = _chosen(output, rows[0][:count])
         if len(left := torch.cat([row[count:] for row in rows])):

@@ -62,7 +62,8 @@ def _is_step(model: Any, args: tuple, kwargs: dict[str, Any], prefix: str) -> bo
 
     prefix: the prefix of the decoder's argument names.
     """
-    call, config = current_call(), model.config
+    call = current_call()
+    config = model.config
     input_ids, mask = kwargs.get(f"{prefix}input_ids"), kwargs.get(f"{prefix}attention_mask")
     if call is None or call.host.user_code or args or model.training or torch.is_grad_enabled():
         return False
@@ -102,7 +103,8 @@ def _hidden_states(
     encoded, encoder_mask: `[rows, encoder_length, hidden_size]`, and ones and zeros `[rows, encoder_length]`.
     """
     count(KERNEL)
-    decoder, cache = model.prophetnet.decoder, kwargs[CACHE]
+    decoder = model.prophetnet.decoder
+    cache = kwargs[CACHE]
     length = cache.get_seq_length() + 1
     streams = _streams(decoder, length, kwargs.get(f"{prefix}attention_mask"))
     encoder_bias = None if encoder_mask is None else _additive(encoder_mask, decoder.dtype)

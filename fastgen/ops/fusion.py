@@ -11,11 +11,12 @@ Tests: tests/ops/test_rms_norm.py, tests/ops/test_skinny_gemm.py
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fastgen.ops.tracing import TracedCall, uses_of
 
@@ -84,9 +85,13 @@ class Matcher:
         """Returns the first match that ends with this call and can be replaced, and the call instead of it."""
         for match in self._of_call(fusion.pattern, number, Match({}, frozenset())):
             replacement = fusion.replace(match.values, self.calls[number]) if self._is_alone(match, number) else None
-            if replacement is not None:
+            if replacement is not None and not self._computes(match.parts - {number}, replacement.read):
                 return match, replacement
         return None, None
+
+    def _computes(self, parts: Collection[int], tensors: list[Tensor]) -> bool:
+        """Whether one of these calls computes one of the tensors, as in the sum of a product with itself."""
+        return any(self.producer_of.get(id(tensor)) in parts for tensor in tensors)
 
     def _is_alone(self, match: Match, last: int) -> bool:
         """Whether nothing outside uses intermediate results, and nothing is written in between."""

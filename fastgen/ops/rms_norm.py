@@ -69,6 +69,8 @@ def _replacement(values: Values, last: TracedCall) -> TracedCall | None:
     output = last.outputs[0]
     if values["squares"].dtype != torch.float32 or type(epsilon) is not float:  # the kernel does not round in between
         return None
+    if output.dtype == torch.float32 and "narrowed" in values:
+        return None
     tensors = (rows, weight, output)
     dtype = output.dtype
     if not all(isinstance(tensor, Tensor) and tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
@@ -85,14 +87,14 @@ def _replacement(values: Values, last: TracedCall) -> TracedCall | None:
 def _pattern() -> Op:
     aten = torch.ops.aten
 
-    def converted(pattern: Op | Name) -> Op:
-        return Op((aten.to.dtype, aten._to_copy.default), (pattern,), is_optional=True)
+    def converted(pattern: Op | Name, name: str = "") -> Op:
+        return Op((aten.to.dtype, aten._to_copy.default), (pattern,), is_optional=True, name=name)
 
     rows = converted(Name("rows"))
     mean = Op((aten.mean.dim,), (Op((aten.pow.Tensor_Scalar,), (rows, 2), name="squares"), [-1], True))
     root = Op((aten.rsqrt.default,), (Op((aten.add.Tensor,), (mean, Name("epsilon"))),))
     scaled = Op((aten.mul.Tensor,), (rows, root), commutes=True)
-    return Op((aten.mul.Tensor,), (converted(scaled), Name("weight")), commutes=True)
+    return Op((aten.mul.Tensor,), (converted(scaled, "narrowed"), Name("weight")), commutes=True)
 
 
 def fusions() -> list[Fusion]:

@@ -67,19 +67,6 @@ def install(path: Path | str) -> None:
     torch.Tensor.__deepcopy__ = _copying(torch.Tensor.__deepcopy__)
 
     attend_in_one_kernel(False)  # imports fastgen, after torch.cuda is changed
-    _of_torch.impl("_scaled_dot_product_flash_attention", _flash_attention, "CUDA")
-
-
-_of_torch = torch.library.Library("aten", "IMPL")
-
-
-def _flash_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any, scale: float | None = None
-) -> tuple[Any, ...]:
-    """Computes flash attention with the kernel of a CPU; returns output and sums, and nothing for a backward."""
-    result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, scale=scale)
-    nothing = query.new_empty(0)
-    return *result, nothing, nothing, query.shape[2], key.shape[2], nothing, nothing, nothing
 
 
 def attend_in_one_kernel(does: bool) -> None:

@@ -2,8 +2,8 @@
 
 `python cuda_twin_steps.py LIBRARY`, the compiled cuda_twin.cpp. For each loop: the library alone, fastgen with captured
 steps switched off, with them, both with shared prompts, and captured ones with one kernel for attention. The numbers
-are those of a step: the difference of a longer call and a shorter one. "attention" holds the launches of a single
-attention, "forwards before a capture" how many a new model computes by the default costs.
+are those of a step: the difference of a longer call and a shorter one. "forwards before a capture" says how many a new
+model computes by the default costs.
 
 Tests: tests/optimizer/test_cuda_twin.py
 """
@@ -71,7 +71,7 @@ def main() -> None:
     if find_spec("fairseq"):
         calls["fairseq, beam 4"] = fairseq_call()
     steps = {name: {way: counts(call, way) for way in WAYS} for name, call in calls.items()}
-    others = {"attention": launches_of_attention(), "forwards before a capture": forwards_before_a_capture()}
+    others = {"forwards before a capture": forwards_before_a_capture()}
     print(json.dumps({**steps, **others}))
 
 
@@ -87,23 +87,6 @@ def forwards_before_a_capture() -> float:
     with replaced("capture a step", noting):
         model.generate(torch.ones(1, 9).long().cuda(), max_new_tokens=LONG, do_sample=False, eos_token_id=None)
     return (launches[0] - before) / model.config.num_hidden_layers
-
-
-def launches_of_attention() -> dict[str, int]:
-    """Returns what attention of 8 rows in half precision launches, to prompts of 2 inputs and generated keys."""
-    from fastgen.ops.shared_attention import attention_by_products, shared_attention
-
-    def states(*shape: int) -> torch.Tensor:
-        return torch.randn(shape).half().cuda()
-
-    query, segments, launches = states(8, 8, 1, 16), [states(2, 2, 64, 16), states(8, 2, 8, 16)], {}
-    for attention in (attention_by_products, shared_attention):
-        for _ in range(2):  # the first one checks kernels
-            before = cuda_twin.counts("launches")
-            with torch.no_grad():
-                attention(query, segments, segments, None, 0.25)
-        launches[attention.__name__] = (cuda_twin.counts("launches") - before).total()
-    return launches
 
 
 def transformers_call(name: str, kind: str, arguments: dict[str, Any]) -> Callable[[int], Any]:

@@ -217,7 +217,11 @@ def test_products_with_other_users_are_not_fused():
     def scaled() -> Tensor:
         return torch.add(states, product(), alpha=2)
 
-    for function in (used_twice, returned, written_before_the_sum, of_another_shape, scaled):
+    def doubled() -> Tensor:
+        states_up = product()
+        return states_up + states_up
+
+    for function in (used_twice, returned, written_before_the_sum, of_another_shape, scaled, doubled):
         before = states.clone()
         with torch.no_grad():
             replay, *_ = capture(function)

@@ -45,6 +45,12 @@ def one_more(weight: Tensor, rows: Tensor) -> Tensor:
     return ((wide * scale(wide)) * (1.0 + weight.float())).type_as(rows)
 
 
+def rounded_in_between(weight: Tensor, rows: Tensor) -> Tensor:
+    """A norm in half precision with a weight in fp32."""
+    wide = rows.float()
+    return weight.float() * (wide * scale(wide)).to(rows.dtype)
+
+
 def scale_is_used(weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     factor = scale(rows)
     return weight * (rows * factor), factor + 1
@@ -75,6 +81,7 @@ IN_ONE_KERNEL = [
     (lambda weight, rows: (scale(rows.float()) * rows) * weight, torch.bfloat16, 0),
     (lambda weight, rows: weight * (rows * scale(rows)), torch.float32, 1),
     (lambda weight, rows: weight * (rows * scale(rows)), torch.bfloat16, 0),
+    (rounded_in_between, torch.bfloat16, 0),
     (scale_is_used, torch.float32, 0),
     (scale_is_returned, torch.float32, 0),
     (rows_are_written, torch.float32, 0),

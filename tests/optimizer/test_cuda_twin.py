@@ -154,12 +154,6 @@ def test_graphs_begin_with_the_second_step_by_default(steps):
 
 
 @pytest.mark.xdist_group("cuda_twin")
-def test_without_triton_flash_attention_launches_less(steps):
-    launches = steps["attention"]
-    assert launches["shared_attention"] <= 12 < launches["attention_by_products"]
-
-
-@pytest.mark.xdist_group("cuda_twin")
 @pytest.mark.parametrize("loop", [name for name in LOOPS if "beam" in name])
 def test_a_reorder_by_table_launches_less(steps, loop):
     assert steps[loop]["kernel"]["launches"] <= steps[loop]["on"]["launches"] - 2

@@ -1,12 +1,12 @@
 """When the steps of a loop are captured, and which captures of earlier calls are used.
 
     Captures          of one loop: begins to capture, and holds the graphs meanwhile
-      ├─ LooksBack        what earlier calls of the model decide; `Repeatable`, if FASTGEN_REPEATABLE=1: nothing
+      ├─ LooksBack        a policy: what is taken over from earlier calls; with FASTGEN_REPEATABLE=1 `Repeatable`
       └─ GraphCache       of the model: its captured steps between two calls, and what calls have found out
 
-Each call runs one forward eagerly, and compares its logits with the graph's for the same tokens before it trusts a
-replay. If that was a forward of several tokens, the first replay of a single step is compared as well. This module
-knows no host library.
+Each call runs one forward eagerly, and compares its logits with the first graph's for the same tokens before it
+trusts a replay. If that was a forward of several tokens, the first replay of a single step is compared as well. This
+module knows no host library.
 
 Tests: tests/optimizer/decoding/test_graphs.py, tests/optimizer/transformers/test_captured_steps.py,
 tests/optimizer/transformers/test_repeatable.py
@@ -61,7 +61,7 @@ class CannotPad(Exception):
 class GraphCache:
     """The captured steps of one model in one dtype on one device; the least recently used is dropped first.
 
-    It decides nothing either. A call that holds `in_use` takes graphs out of `entries` and puts them back, so that
+    It decides nothing. A call that holds `in_use` takes graphs out of `entries` and puts them back, so that
     calls with the same shapes take turns. refused: why no more graphs are captured. has_exact_lengths: whether prompts
     are never padded to a common length: on a CPU in half precision, masked padding could change which of two close
     logits is larger. steps_without: for each number of rows, the steps of earlier calls that had too few for a graph.
@@ -122,7 +122,7 @@ def graphs_of(model: nn.Module, weight: Tensor) -> GraphCache:
 
 
 class Repeatable:
-    """What earlier calls of a model decide in a new one: nothing, but their graphs save captures.
+    """The policy of calls that must not depend on earlier ones, whose graphs only save them a capture.
 
     The path of a step (the loop's cache or a static one, the forward or a replay) determines its last bits. So a call
     takes the path that it would take as the first one. measures: whether measured times decide, too.
@@ -147,7 +147,7 @@ class Repeatable:
         return graph.state is not GraphState.NEW and graph.is_used
 
     def is_trusted(self, state: GraphState) -> bool:
-        """Whether a graph in this state was right in an earlier call."""
+        """Whether a graph in this state has been right before, so that an error drops only this graph."""
         return False
 
     def is_lasting(self, cause: Exception | str) -> bool:
@@ -240,9 +240,9 @@ class Captures:
     def begin(self, tokens: Tensor, outputs: Any, size: int) -> CapturedGraph | None:
         """Returns a graph that has repeated the last forward, if steps are captured from the next one on.
 
-        The loop's own cache is left as it is. It is tried twice: after the first forward, for graphs of earlier calls,
-        and once a new graph would be worthwhile. outputs, size: of the last forward, and the number of its tokens per
-        row.
+        The loop's own cache is left as it is. This is tried twice: after the first forward, for graphs of earlier
+        calls, and once enough forwards have run for a new one. outputs, size: of the last forward, and the number of
+        its tokens per row.
         """
         if self.forwards < self._next_attempt:
             return None
@@ -252,7 +252,7 @@ class Captures:
         graph = None
         reasons = graphs.refused or ([] if self.call.change_of(loop.model) is None else loop.checks.rows)
         if reasons:
-            self._next_attempt = math.inf
+            loop.captures = None
         elif (wants_new := self._wants_first(left)) or self.policy.may_reuse(graphs):
             try:
                 graph = self._first_graph(tokens, loop.logits_of(outputs), size, left, wants_new)
@@ -303,22 +303,25 @@ class Captures:
         except CannotPad as error:
             self._has_exact_lengths = True
             graphs.has_exact_lengths |= self.policy.is_lasting(error)
+            graphs.put(graph.key, graph)
             graph = self.graph_of(content)
             inputs = loop.inputs(tokens, graph, size)
         step = graph.of_size(size)
         replays = self.replays(graph, size) or (size == 1 and wants_new)
-        outputs = step.run(inputs, self) if replays else graph.function(inputs)
-        if differs_sync(loop.logits_of(outputs), expected):
+        outputs = step.attempt(inputs, self) if replays else graph.function(inputs)
+        if outputs is not None and differs_sync(loop.logits_of(outputs), expected):
             self.refuse("logits with static buffers differ from eager")
         leave_alone_for(graphs.refused)
-        if step.state is GraphState.DROPPED:
+        if outputs is None:
             return None
-        if size > 1 and graph.state is GraphState.PROVEN:  # not in this call
+        if size > 1 and graph.state is GraphState.PROVEN:  # this call has compared no single step yet
             graph.state = GraphState.CAPTURED
         return graph
 
     def replays(self, graph: CapturedGraph, size: int) -> bool:
-        """Whether the next forward of so many tokens is a replay, or captured because its uses are worth it."""
+        """Whether the next forward of so many tokens per row is a replay or, if that pays, a capture."""
+        if self.graphs.refused:
+            return False
         if self.policy.replays(graph.of_size(size)):
             return True
         left = (self.most - graph.cache.generated_length) // size

@@ -1,14 +1,16 @@
 """The decode steps of a loop, which are the same for all hosts.
 
-    prefill ──> EagerSteps ────────── `Captures.begin` ─────────> StaticSteps ─┐
-                    ^     the loop's own cache                      │ ^        │ the cache is full, or inputs leave:
-                    └── the model has changed, memory is short ─────┘ └────────┘ `StaticSteps` over another cache
+    prefill ──> EagerSteps ─────────── `Captures.begin` ──────────> StaticSteps ─┐
+                    ^                                                  │ ^       │ the cache is full, or inputs leave:
+                    └── `leave_captures`: the model has changed, ──────┘ └───────┘ `StaticSteps` over another cache
+                        memory is short, an error
 
-`DecodeStep.mode` is one of the two, and `change_to` alone replaces it. `StaticSteps` are over the static cache of a
-`CapturedGraph`, which captures, replays, or calls the model. The host prepares the inputs of each step; only the
-model's forward is captured. This module knows no host library.
+`DecodeStep.mode` is one of the two, and `change_to` replaces it until the loop ends. `EagerSteps` use the loop's own
+cache, `StaticSteps` the static cache of a `CapturedGraph`, which captures, replays, or calls the model. The host
+prepares the inputs of each step; only the model's forward is captured. This module knows no host library.
 
-A host implements, in addition to `runs_user_code`, which must be cheap:
+A host implements, in addition to `runs_user_code` and, if their defaults do not fit, `attends_in_segments` and
+`is_streamed`:
 
     the forward   prefill, inputs, forward, logits_of
     the cache     content, view_of, use, leave, crop, compact_cache
@@ -30,7 +32,7 @@ from torch import Tensor
 
 from fastgen.optimizer.decoding.call import GenerateCall, Rollback
 from fastgen.optimizer.decoding.captures import Captures
-from fastgen.optimizer.decoding.graphs import CapturedGraph, reason_of
+from fastgen.optimizer.decoding.graphs import CapturedGraph, GraphState, reason_of
 from fastgen.optimizer.decoding.report import LOOP, MODEL_CHANGED, STEPS, Reason
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 
@@ -82,7 +84,7 @@ class StaticSteps:
         self.cache: StaticKVCache = graph.cache
 
     def outputs_of(self, loop: DecodeStep, tokens: Tensor, size: int, is_trial: bool) -> Any:
-        if size == 1 and loop.has_changed():
+        if size == 1 and loop.has_changed():  # drafts have asked before a forward of several tokens
             return loop.mode.outputs_of(loop, tokens, size, is_trial)
         try:
             is_full = self.cache.generated_length == self.cache.capacity
@@ -98,7 +100,7 @@ class StaticSteps:
         if not (step.is_used or self.captures.replays(graph, size)):
             return graph.function(inputs)
         outputs = step.run(inputs, self.captures)
-        if self.captures.graphs.refused:
+        if self.captures.graphs.refused and graph.state is not GraphState.DROPPED:  # no size is replayed any more
             graph.drop()
         return outputs
 
@@ -138,7 +140,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
 
     checks: the host's `CallChecks`. max_length: the most tokens that a row can have. rollback: restores what the loop
     has changed, so that the host can start again. steps: the number of steps so far. mode: how the next one runs.
-    captures: None if steps are not captured, or not any more.
+    captures: begins and holds captures; None if steps are not to be captured, or not any more.
     """
 
     host: str  # the package
@@ -222,7 +224,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         return False
 
     def __exit__(self, *error: Any) -> None:
-        """Restores the loop's state after an error of fastgen, so that the host can start again."""
+        """After an error of fastgen restores the loop's state, so that the host can start again."""
         if not isinstance(error[1], Exception):
             return
         if self.captures is not None:
@@ -251,12 +253,11 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
 
     def change_to(self, steps: EagerSteps | StaticSteps) -> None:
         """Runs the next steps in another mode, or over another static cache."""
-        before = self.mode
-        self.mode = steps
         if steps.cache is not None:
             self.use(steps.cache)
-        elif before.cache is not None:
-            self.leave(before.cache)
+        elif self.mode.cache is not None:
+            self.leave(self.mode.cache)
+        self.mode = steps
 
     def has_changed(self) -> bool:
         """Whether user code has changed the model during the loop; steps are eager from then on."""
@@ -268,9 +269,10 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         return self._is_changed
 
     def leave_captures(self, reason: Reason = MODEL_CHANGED) -> None:
-        """Makes the rest of the call eager, with the host's own cache."""
+        """Makes the rest of the call eager, with the loop's own cache."""
         self.call.report.add_reasons(STEPS, [reason])
-        self.change_to(EagerSteps())
+        if self.mode.cache is not None:  # eager steps may have positions that do not count
+            self.change_to(EagerSteps())
         if self.captures is not None:
             self.captures.release()
         self.captures = None

@@ -131,7 +131,7 @@ class GraphState(Enum):
     """The state of a `CapturedGraph`, which determines whether and how its output is trusted."""
 
     NEW = "not captured yet"
-    CAPTURED = "replayed, and compared with the function"
+    CAPTURED = "the next run replays, and compares with the function"
     PROVEN = "replayed: a replay gave the function's output for other inputs than those of the capture"
     DROPPED = "never replayed again"
 
@@ -252,11 +252,16 @@ class CapturedGraph:
 
     def run(self, inputs: Any, captures: Any) -> Any:
         """Returns the outputs for these inputs; the next run overwrites them. captures: the loop's `Captures`."""
+        outputs = self.attempt(inputs, captures)
+        return self.function(inputs) if outputs is None else outputs
+
+    def attempt(self, inputs: Any, captures: Any) -> Any:
+        """Returns the same from a capture or a replay; None if there is none, and the function has not run instead."""
         state = self.state
         is_earlier = self.state is not GraphState.NEW and not self.is_used
         outputs = None
-        if state is GraphState.DROPPED:
-            return self.function(inputs)
+        if state is GraphState.DROPPED or captures.graphs.refused:
+            return None
         self.is_used = True
         try:
             if self._replay is None or (is_earlier and self._replay.fitting_leaves(inputs) is None):
@@ -278,7 +283,7 @@ class CapturedGraph:
         else:
             if outputs is not None:
                 captures.call.report.kernels[captures.graphs.capture.name] += 1
-        return self.function(inputs) if outputs is None else outputs
+        return outputs
 
     def capture(self, inputs: Any, kernels: CpuCapture | CudaCapture) -> Any:
         """Captures the function with inputs like these, replacing an earlier capture; returns its output for them."""

@@ -139,6 +139,10 @@ class TransformersDecodeStep(DecodeStep):
         """Returns how a forward of `size` would run: "eager", "replay", or "static", without a replay."""
         return self.mode.path(size)
 
+    def is_static(self) -> bool:
+        """Whether steps use a static cache."""
+        return self.mode.cache is not None
+
     def want(self, size: int) -> None:
         """Notes that a graph of so many tokens would have been used."""
         if isinstance(self.mode, StaticSteps):
@@ -362,7 +366,7 @@ class StepMasks:
         """Keeps masks that were built for the next step over this cache; compares the second ones with the first."""
         leaves = tree_leaves(masks) if self.is_possible else []
         if leaves and all(isinstance(mask, Tensor) and mask.dim() == 4 for mask in leaves):
-            if self._masks is not None:
+            if self._masks is not None and self._length <= cache.generated_length:  # a later step than theirs
                 expected = tree_leaves(self._revealed(cache))
                 self._is_proven = len(expected) == len(leaves) and all(map(torch.equal, expected, leaves))
                 self.is_possible = self._is_proven

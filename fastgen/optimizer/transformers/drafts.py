@@ -8,8 +8,8 @@ fastgen makes the inputs of several tokens itself, out of those that the library
 several differently. So drafts need a class whose inputs of one token depend on nothing but the arguments
 (`CallChecks.drafts`), and arguments whose columns are known (`inputs_ahead`).
 
-A first use is compared: the first draft is checked by steps of one token as well, which the loop needs anyway, and only
-if both give the same logits at two positions, drafts are trusted for this model and calls of this kind.
+A first use is compared: the first draft is checked by steps of one token as well, which the loop needs anyway. Only if
+both give the same logits at two positions are drafts trusted for this model and calls of this kind.
 
 Tests: tests/optimizer/transformers/test_drafts.py, tests/optimizer/transformers/test_drafted_inputs.py,
 tests/optimizer/transformers/test_drafted_architectures.py
@@ -60,7 +60,7 @@ class DraftFacts:
     """What is known of a model's forwards of several tokens, in calls of one kind (`facts_of`).
 
     is_proven: whether one gave the logits of single steps. refused: why drafts are not checked any more. seconds: by
-    rows, tokens, and how they ran (`EagerSteps.path`), the number of forwards and the shortest time.
+    rows, tokens, and how they ran (`path` of the step), the number of forwards and the shortest time.
     """
 
     is_proven: bool = False
@@ -92,14 +92,15 @@ _padding_of_modules: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary(
 class Checked:
     """A draft and the outputs of the forward that checked it.
 
-    tokens: `[rows][size - 1]`. logits: `[rows, size, vocabulary_size]`. version: the step's, after the forward. used:
-    how many of the logits the loop has taken, or compared in a trial.
+    tokens: `[rows][size - 1]`. logits: `[rows, size, vocabulary_size]`. version: the step's, after the forward. facts:
+    of forwards of its kind. used: how many of the logits the loop has taken, or compared in a trial.
     """
 
     tokens: list[list[int]]
     outputs: Any
     logits: Tensor
-    version: int | None
+    version: int
+    facts: DraftFacts
     used: int = 0
 
     def follows(self, newest: list[int]) -> bool:
@@ -129,7 +130,7 @@ class DraftedSteps:
     @property
     def facts(self) -> DraftFacts:
         """What is known of forwards of this kind: with such arguments, and with a static cache or the loop's own."""
-        is_static = self.step.path(1) != "eager"
+        is_static = self.step.is_static()
         if is_static not in self._facts:
             of_model = self.policy.of_model(_facts, self.model, defaultdict(DraftFacts))
             self._facts[is_static] = of_model[is_static, _kind_of_call(self.step)]
@@ -203,11 +204,11 @@ class DraftedSteps:
         estimated = self.call.costs.steps_of_forward(rows * size)
         if not self.policy.measures:
             return estimated
-        path = "eager" if self.step.path(1) == "eager" else "replay"
+        path = "replay" if self.step.is_static() else "eager"
         return self.facts.steps_of_forward(rows, size, path, estimated)
 
     def _overhead(self, size: int) -> float:
-        """Returns the time of a forward by that of its replay, as steps of one token are; 1 if it is replayed."""
+        """Returns by what factor a forward takes longer because it is not a replay, as steps of one token are."""
         if self.step.path(size) == "replay":
             return 1.0
         host, computed = self.step.seconds()
@@ -233,9 +234,10 @@ class DraftedSteps:
 
     def _forward(self, input_ids: Tensor, tokens: list[list[int]], is_trial: bool = False) -> Checked:
         size = len(tokens[0]) + 1
+        facts = self.facts  # captures may begin at this forward
         drafted = torch.tensor(tokens, dtype=input_ids.dtype, device=input_ids.device)
         outputs = self._timed(size, self.step.outputs_of, torch.cat([input_ids, drafted], dim=1), size, is_trial)
-        return Checked(tokens, outputs, outputs.logits, self.step.version())
+        return Checked(tokens, outputs, outputs.logits, self.step.version(), facts)
 
     def _check(self, input_ids: Tensor, tokens: list[list[int]]) -> Checked | None:
         """Runs a forward with a draft; returns None if it failed: then single steps go on."""
@@ -265,9 +267,10 @@ class DraftedSteps:
         logits = self._timed(1, self.step.next_logits, input_ids)
         if (trial := self.trial) is not None:
             if differs_sync(logits.to(trial.logits.dtype), trial.logits[:, trial.used]):
-                self._refuse("a forward of several tokens gave other logits")
+                self._refuse("a forward of several tokens gave other logits", trial.facts)
             elif trial.used == 1:
-                self.facts.is_proven, self.trial = True, None
+                trial.facts.is_proven = True
+                self.trial = None
             else:
                 trial.used = 1
         return logits
@@ -280,19 +283,19 @@ class DraftedSteps:
         except LeaveAlone as left_alone:
             self._leave_alone(left_alone.reasons)
         except Exception as error:
-            self._refuse(f"{type(error).__name__}: {error}")
+            self._refuse(f"{type(error).__name__}: {error}", self.facts)
         else:
             if trial.logits.shape[1] != len(tokens[0]) + 1:
-                self._refuse("a forward of several tokens gave logits of one")
+                self._refuse("a forward of several tokens gave logits of one", trial.facts)
             else:
                 trial.logits = trial.logits.clone()  # replays overwrite them
                 self.trial = trial
 
-    def _refuse(self, text: str) -> None:
+    def _refuse(self, text: str, facts: DraftFacts) -> None:
         """Checks no more drafts in calls of this kind."""
-        self.facts.refused = [self._refusal(text)]
+        facts.refused = [self._refusal(text)]
         self.trial = None
-        self._leave_alone(self.facts.refused)
+        self._leave_alone(facts.refused)
 
     def _refusal(self, text: str) -> Reason:
         return Reason("DRAFTS_REFUSED", f"{type(self.model).__name__}: {text}")

@@ -221,7 +221,11 @@ class AdoptPlan:
         elif self.storage is Storage.LIBRARYS:
             rows = torch.arange(kv.inputs).repeat_interleave(rows_per_input)
             for part, index in self.places:
-                _select_rows(part.layers[index], rows)
+                layer = part.layers[index]
+                if _is_plain(layer):
+                    layer.batch_repeat_interleave(rows_per_input)
+                else:
+                    _select_rows(layer, rows)
         else:
             self._move_to(kv, limit if self.grows else None, user_code)
 
@@ -282,7 +286,7 @@ def plan_adoption(cache: Cache, rows_per_input: int, limit: int, call: GenerateC
                 keys = layer.kv.segments(layer.index)[-1][0]
                 if kind not in plans:
                     plans[kind] = AdoptPlan(storage_for(keys, is_cross=False), True, branched=layer.kv)
-            elif kind not in ADOPTED or getattr(layer, "record_past", False):  # used to roll back a window
+            elif not _is_plain(layer):
                 reason = Reason("LAYER_TYPE", f"layers of {kind.__name__} stored for each row")
                 plans.setdefault(kind, AdoptPlan(Storage.LIBRARYS, False, reason=reason))
             elif layer.is_initialized and layer.keys.numel():
@@ -307,6 +311,11 @@ def plan_adoption(cache: Cache, rows_per_input: int, limit: int, call: GenerateC
     return [*plans.values()]
 
 
+def _is_plain(layer: Any) -> bool:
+    """Whether a `KVLayer` can do all that this layer does."""
+    return type(layer) in ADOPTED and not getattr(layer, "record_past", False)  # used to roll back a window
+
+
 def _report(plans: list[AdoptPlan], call: GenerateCall, is_prefix: bool) -> None:
     """Adds to the report how layers are stored, and why they are not shared."""
     counts: Counter[Any] = Counter()
@@ -317,9 +326,9 @@ def _report(plans: list[AdoptPlan], call: GenerateCall, is_prefix: bool) -> None
     if count := counts[Storage.SHARED, True]:
         what = "the prefix's keys and values: once for all rows" if is_prefix else PROMPT_ONCE
         call.report.shared.append(f"{what}, {count} layers")
-    reasons = [(reason, count) for reason, count in counts.items() if isinstance(reason, Reason)]
-    counted = [replace(reason, text=f"{count} {reason.text}") for reason, count in reasons]
-    call.report.add_reasons(report.KV_CACHE, sorted(counted, key=attrgetter("code", "text"), reverse=True))
+    reasons = sorted((key for key in counts if isinstance(key, Reason)), key=attrgetter("text"))
+    counted = [replace(reason, text=f"{counts[reason]} {reason.text}") for reason in reasons]
+    call.report.add_reasons(report.KV_CACHE, counted)
 
 
 def give_back(cache_ref: ref[Cache]) -> None:

@@ -186,6 +186,9 @@ class Scorer(SharedForward):
         super().__init__(call, model)
         self.tokens_per_batch, self.softmax_dtype = tokens_per_batch, softmax_dtype
 
+    def should_share(self, keys: Tensor, rows_per_copy: int) -> bool:
+        return self.call.costs.should_share(keys, rows_per_copy)
+
     def answers(self, contexts: list[Context]) -> dict[Pair, LogLikelihood]:
         """Returns the answer to each pair of a context and a continuation."""
         alone = partial(self.each_alone, contexts)
@@ -211,7 +214,7 @@ class Scorer(SharedForward):
             # Padding is between a prefix and the rest of a context, so a window must hold the columns of all rows.
             most = max(len(context.tokens) for context in contexts)
             longest = max(len(one) for context in contexts for one in context.continuations)
-            reasons = self.unsupported_reasons(most + longest)
+            reasons = self.unsupported_reasons(most + longest, (contexts[0].tokens * 2)[:2])
         self.call.report.add_reasons(PREFILL, reasons)
         if not reasons:
             self.call.report.shared.append(f"contexts: once for all their continuations, {saved}")

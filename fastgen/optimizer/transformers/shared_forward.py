@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -46,19 +46,32 @@ class NodeLayer(DynamicLayer):
     is_initialized: bool
 
     def __init__(
-        self, like: DynamicLayer, rows: int, usage: Counter[str], is_leaf: bool, ancestors: tuple[KV, ...] = ()
+        self, like: DynamicLayer, rows: int, usage: Counter[str], is_leaf: bool, ancestors: Sequence[KV] = ()
     ) -> None:
         super().__init__()
-        self.is_sliding, self.rows, self.usage = like.is_sliding, rows, usage
-        self.is_leaf, self.ancestors = is_leaf, ancestors
+        self.is_sliding = like.is_sliding
+        self.rows = rows
+        self.usage = usage
+        self.ancestors = ancestors
+        self._will_store = not is_leaf
+        if ancestors:
+            self._describe(ancestors[0][0])
+
+    def _describe(self, states: Tensor) -> None:
+        self.dtype, self.device = states.dtype, states.device
+        self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KV:
-        if not (self.is_leaf or self.is_initialized):
-            self.dtype, self.device = key_states.dtype, key_states.device
-            self.keys = key_states
-            self.values = value_states
-            self.is_initialized = True
-        return in_segments([*self.ancestors, (key_states, value_states)], self.rows, self.usage)
+        pair: KV = (key_states, value_states)
+        if self._will_store:
+            pair = tuple(map(_without_surplus, pair))
+            self._describe(key_states)
+            self.keys, self.values = pair
+            self._will_store = False
+        segments = [*self.ancestors, pair]
+        if len(segments) > 1 and all(keys.shape[0] == self.rows for keys, _ in segments):
+            return tuple(torch.cat(states, dim=2) for states in zip(*segments))
+        return in_segments(segments, self.rows, self.usage)
 
     def get_seq_length(self) -> int:
         """Returns the number of positions before those of this node; the root counts its own once it has them."""
@@ -66,9 +79,22 @@ class NodeLayer(DynamicLayer):
             return sum(keys.shape[2] for keys, _ in self.ancestors)
         return super().get_seq_length()
 
-    def child(self, rows: int, is_leaf: bool) -> NodeLayer:
-        """Returns the same layer of a node whose rows continue those of this one."""
-        return NodeLayer(self, rows, self.usage, is_leaf, (*self.ancestors, (self.keys, self.values)))
+    def child(self, rows: int, is_leaf: bool, should_share: Callable[[Tensor, int], bool]) -> NodeLayer:
+        """Returns the same layer of a node whose rows continue those of this one.
+
+        should_share: whether keys are stored once for so many rows, and not for each of them.
+        """
+        ancestors = []
+        for pair in (*self.ancestors, (self.keys, self.values)):
+            count = rows // pair[0].shape[0]
+            shares = count == 1 or should_share(pair[0], count)
+            ancestors.append(pair if shares else tuple(states.repeat_interleave(count, dim=0) for states in pair))
+        return NodeLayer(self, rows, self.usage, is_leaf, ancestors)
+
+
+def _without_surplus(states: Tensor) -> Tensor:
+    """Copies states that are a view of a larger tensor, as of fused projections, unless autograd holds it anyway."""
+    return states if states.requires_grad or states.untyped_storage().nbytes() <= states.nbytes else states.clone()
 
 
 class SharedForward:
@@ -78,27 +104,31 @@ class SharedForward:
 
     def __init__(self, call: GenerateCall, model: Any) -> None:
         self.call, self.model, self.size = call, model, size_of(model, checks.KNOWN)
-        self.accepted = set(inspect.signature(model.forward).parameters)
+        parameters = inspect.signature(model.forward).parameters
+        self.accepted = set(parameters)
+        self.takes_others = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
-    def unsupported_reasons(self, length: int) -> list[Reason]:
+    def unsupported_reasons(self, length: int, tokens: Sequence[int] = (1, 1)) -> list[Reason]:
         """Returns why a forward of this model cannot be continued from another one, with gradients or without.
 
-        length: the most columns of a row.
+        length: the most columns of a row. tokens: two for a trial.
         """
         modules = checkpointing_modules(self.model)
         with switched_off(modules), torch.no_grad():  # the caches of the trial are not written in place
-            return checkpointing_reasons(modules) or self._unsupported_reasons(length)
+            return checkpointing_reasons(modules) or self._unsupported_reasons(length, tokens)
 
-    def _unsupported_reasons(self, length: int) -> list[Reason]:
+    def _unsupported_reasons(self, length: int, tokens: Sequence[int]) -> list[Reason]:
         cache = DynamicCache(config=self.model.config)
         moves_columns = self.gives_positions
         of_call = checks.CallChecks(self.call, self.model)
         if reasons := of_call.prefix(cache, length, moves_columns) + of_call.rows:
             return reasons
-        columns = {"input_ids": [1, 1], "attention_mask": [1, 1]}
+        columns = {"input_ids": [*tokens], "attention_mask": [1, 1]}
         prefix = prefixes.CommonPrefix(2)
+        rows = 2  # of the trial
         if moves_columns:  # padding may be between a node and its parent
-            columns = {"input_ids": [0, 1, 1], "attention_mask": [0, 1, 1], prefixes.POSITIONS: [0, 0, 1]}
+            columns = {"input_ids": [0, *tokens], "attention_mask": [0, 1, 1], prefixes.POSITIONS: [0, 0, 1]}
+            rows = 3
             prefix = prefixes.CommonPrefix(2, padding=torch.ones(1, dtype=torch.int64, device=self.model.device))
         arguments: dict[str, Any] = {
             name: torch.tensor([row], device=self.model.device)
@@ -111,7 +141,7 @@ class SharedForward:
         def forward(tried: dict[str, Any]) -> Any:
             before = facts.row_tensors()
             outputs = self.model(**prefixes.without_cached_columns(tried), use_cache=True)
-            facts.row_states = of_call.row_states({2}, before) or facts.row_states
+            facts.row_states = of_call.row_states({rows}, before) or facts.row_states
             return outputs
 
         return prefixes.model_reasons(facts, forward, prefix, arguments) or facts.row_states or []
@@ -135,8 +165,12 @@ class SharedForward:
         if parent is None:
             node.layers = [NodeLayer(layer, rows, self.call.report.kernels, is_leaf) for layer in node.layers]
         else:
-            node.layers = [layer.child(rows, is_leaf) for layer in parent.layers]
+            node.layers = [layer.child(rows, is_leaf, self.should_share) for layer in parent.layers]
         return node
+
+    def should_share(self, keys: Tensor, rows_per_copy: int) -> bool:
+        """Whether keys of a node are stored once for so many rows that continue it."""
+        return True
 
     def logits(self, columns: int, tokens: Tensor, mask: Tensor | None, node: Any = None) -> Tensor:
         """Returns the logits `[rows, columns, vocabulary_size]` of the last columns of tokens `[rows, length]`.
@@ -148,6 +182,7 @@ class SharedForward:
             positions = (mask.long().cumsum(dim=1) - 1).clamp_(min=0)[:, -tokens.shape[1] :]
             arguments[prefixes.POSITIONS] = positions.to(tokens.device)
             arguments[prefixes.MASK] = None if mask.all() else mask.to(tokens.device)
-        arguments = {name: value for name, value in arguments.items() if value is not None and name in self.accepted}
+        accepted = self.accepted | ({prefixes.MASK, CACHE} if self.takes_others else set())
+        arguments = {name: value for name, value in arguments.items() if value is not None and name in accepted}
         outputs = self.model(tokens, use_cache=node is not None, return_dict=True, **arguments)
         return outputs.logits[:, -columns:]

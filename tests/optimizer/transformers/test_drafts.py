@@ -375,13 +375,15 @@ def test_no_logits_of_changed_weights_are_used(cuda_graphs):
 
 
 @GRAPHS
-def test_no_logits_of_a_changed_model_are_used(cuda_graphs):
+@pytest.mark.parametrize("steps", (10, 11, 12, 22), ids="after {} steps".format)
+def test_no_logits_of_a_changed_model_are_used(steps, cuda_graphs):
+    """Whether the text follows the draft at that step or has left it."""
     outputs = []
     for context in (fastgen.disabled(), capturing(cuda_graphs, drafts="auto")):
         model, input_ids = tiny("llama"), token_ids(1, 9, seed=4)
         with context:
             tokens = [7] * 20
-            processors = [Changing(model, 9 + 22), Until(Forced([tokens], 9), 9 + 20)]
+            processors = [Changing(model, 9 + steps), Until(Forced([tokens], 9), 9 + 20)]
             outputs.append(
                 model.generate(
                     input_ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None, logits_processor=processors

@@ -61,8 +61,8 @@ class CannotPad(Exception):
 class GraphCache:
     """The captured steps of one model in one dtype on one device; the least recently used is dropped first.
 
-    It decides nothing. A call that holds `in_use` takes graphs out of `entries` and puts them back, so that
-    calls with the same shapes take turns. refused: why no more graphs are captured. has_exact_lengths: whether prompts
+    It decides nothing. A call that holds `in_use` takes graphs out of `entries` and puts them back, so that calls with
+    the same shapes take turns. refused: why no more graphs are captured. has_exact_lengths: whether prompts
     are never padded to a common length: on a CPU in half precision, masked padding could change which of two close
     logits is larger. steps_without: for each number of rows, the steps of earlier calls that had too few for a graph.
     """
@@ -380,8 +380,8 @@ def unwanted_reasons(call: GenerateCall, device: torch.device, steps: int) -> li
 def can_capture(checks: Any, rows: int, steps: int) -> bool:
     """Whether to try capturing a loop of at most so many steps of so many rows; adds to the report why not.
 
-    checks: the host's `CallChecks`. Cheap checks come first, those that look at all modules last: `capture` checks the
-    call's arguments, `rows` the model's code. checks.decoder: the model, or the part that a step calls.
+    Sets `will_capture` of the call. checks: the host's `CallChecks`. Cheap checks come first, those that look at all
+    modules last: `checks.capture` looks at the call's arguments, `checks.rows` at the model's code.
     """
     call, decoder = checks.call, checks.decoder
     if (weight := first_weight(decoder)) is None:  # it computes nothing

@@ -24,8 +24,8 @@ from collections.abc import Callable, Sequence
 
 from fastgen.optimizer.decoding.static_kv_cache import MOST_TOKENS
 
-# In all rows: 16 take 1.3 to 1.9 times as long as 4, for which the weights are read; more are bound by multiplications
-# (skinny GEMM, AMD EPYC, model 17). From six rows on, three per row exceed it.
+# The most tokens of all rows together whose forward costs little more than reading the weights: 16 take 1.3 to 1.9
+# times as long as 4 (skinny GEMM, AMD EPYC, model 17). From six rows on, three tokens per row are more than that.
 CHEAP_TOKENS = 16
 
 # Longer matches are not told apart.
@@ -55,13 +55,13 @@ class Text:
         self.place: int | None = None
         self.length = 0
         self._latest: dict[int, int] = {}  # for each token, the index after its last occurrence
-        self._earlier: list[int] = []  # for each index, the one after the occurrence before
+        self._earlier: list[int] = []  # for each index, that after the previous occurrence of its token
         for token in tokens:
             self._store(token)
         self._find()
 
     def append(self, token: int) -> None:
-        """Adds a token; the match goes on if the draft began with it."""
+        """Adds a token. If it is the drafted one, the match grows by it; otherwise a new match is searched for."""
         is_drafts = self.place is not None and self.tokens[self.place] == token
         self._store(token)
         if is_drafts and self.place is not None:
@@ -138,8 +138,8 @@ class Drafts:
     def propose(self, most: int, overhead: Callable[[int], float] = lambda size: 1.0) -> list[list[int]]:
         """Returns a draft of each row, all of one length; empty if none is worthwhile.
 
-        most: the most tokens of a row in a forward. overhead: a factor of the cost of so many tokens per row. Of
-        `sizes_for` these rows, the one with the most expected tokens per time is chosen.
+        most: the most tokens of a row in a forward. overhead: a factor of the cost of so many tokens per row. The size,
+        of `sizes_for`, is that with the most expected tokens per time.
         """
         if any(text.place is None for text in self.texts):
             return []
@@ -177,5 +177,5 @@ class Drafts:
         self.texts = [self.texts[row] for row in rows] if self.texts else []
 
 
-# A draft is checked if it is expected to give at least so many tokens in the time of one step.
+# A draft is checked if it is expected to give more tokens than this in the time of one step.
 MIN_GAIN = 1.05

@@ -145,7 +145,7 @@ class Replay:
     def __init__(self, inputs: Any) -> None:
         leaves, self._structure = tree_flatten(inputs)
         self._buffers: list[Any] = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._unread: dict[int, Tensor] = {}  # leaves that no kernel reads, but outputs may be: the caller's tensors
+        self._unread: dict[int, Tensor] = {}  # leaves that no kernel reads, but that outputs may be
         self._copied: dict[int, tuple[Any, int | None]] = {}  # for each leaf, the tensor last copied and its version
         self._run: Run = tuple
         self.nbytes = 0
@@ -277,7 +277,7 @@ class CapturedGraph:
             self.drop()
             # If the function raises as well, the caller gets the error.
             outputs = None if isinstance(error, EXPECTED) else self.function(inputs)
-            # A graph that diverges before it is proven does so at every step.
+            # Of a graph that was right before, an error in this branch of the function drops this graph alone.
             if not (isinstance(error, (NotRepeatable, Diverged)) and captures.policy.is_trusted(state)):
                 captures.refuse(error)
         else:

@@ -44,13 +44,13 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # those of the last token
 MASKS = ("attention_mask", "decoder_attention_mask")
 KEPT_LOGITS = "logits_to_keep"
 
-# Arguments without such columns, and types of arguments that have none. The library passes on stop strings' tokenizer.
+# Arguments without such columns, and types of arguments that have none. `tokenizer` is that of stop strings.
 WITHOUT_COLUMNS = (*CACHE_NAMES, "encoder_outputs", "tokenizer")
 PLAIN_TYPES = (type(None), bool, str)
 
 
-# MIN_MEASUREMENTS: fewer measured times are ignored. FAR_OFF: a measured time replaces an estimate that it exceeds by
-# this factor.
+# MIN_MEASUREMENTS: fewer measured times are ignored. FAR_OFF: a measured time that is more than this many times the
+# estimate replaces it.
 MIN_MEASUREMENTS = 3
 FAR_OFF = 1.5
 

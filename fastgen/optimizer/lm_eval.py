@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from fastgen.optimizer.decoding.report import PREFILL, Reason, that_hold
 from fastgen.optimizer.transformers.checks import generate_call
-from fastgen.optimizer.transformers.context_groups import Pair, contexts_of
 from fastgen.optimizer.transformers.log_likelihoods import TOKENS_PER_BATCH, Scorer, base_of
+from fastgen.optimizer.transformers.prefix_groups import Pair, contexts_of
 from fastgen.optimizer.transformers.sources import shared_scores
 from fastgen.provenance import comes_with
 

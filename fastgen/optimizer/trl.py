@@ -30,9 +30,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from fastgen.models.cache_names import CACHE
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.report import PREFILL, LeaveAlone, Reason, check, leave_alone_for, that_hold
-from fastgen.optimizer.transformers import row_buckets
+from fastgen.optimizer.transformers import prefix_groups
 from fastgen.optimizer.transformers.checks import generate_call
-from fastgen.optimizer.transformers.row_buckets import Bucket
+from fastgen.optimizer.transformers.prefix_groups import Bucket
 from fastgen.optimizer.transformers.sources import shared_scores
 from fastgen.optimizer.transformers.token_log_probs import Scores, TokenScorer, visible_columns
 
@@ -243,7 +243,7 @@ class StateScorer(TokenScorer):
             raise LeaveAlone([Reason("ARGUMENT_COLUMNS", f"the backbone is passed {names or 'unnamed arguments'}")])
         columns = kwargs[TOKENS].shape[1] - 1
         try:
-            buckets = row_buckets.buckets_sync(tokens, mask, self.gains)
+            buckets = prefix_groups.buckets_sync(tokens, mask, self.gains)
         except LeaveAlone:  # a batch may have less in common than all rows
             (states,) = self.plain(tokens, mask, columns)
         else:

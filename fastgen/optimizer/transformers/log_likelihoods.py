@@ -31,7 +31,7 @@ from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.report import PREFILL, Reason
 from fastgen.optimizer.transformers.checks import generate_call
-from fastgen.optimizer.transformers.context_groups import Context, Group, Pair, Tokens, batches, contexts_of, groups_of
+from fastgen.optimizer.transformers.prefix_groups import Context, Group, Pair, Tokens, batches, contexts_of, groups_of
 from fastgen.optimizer.transformers.shared_forward import SharedForward
 from fastgen.optimizer.transformers.sources import shared_scores
 

@@ -25,9 +25,9 @@ from fastgen.ops.token_scores import token_scores
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.report import PREFILL, LeaveAlone, Reason, check, leave_alone_for
-from fastgen.optimizer.transformers import checks, row_buckets
+from fastgen.optimizer.transformers import checks, prefix_groups
 from fastgen.optimizer.transformers.log_likelihoods import base_of, check_decoder_only, check_type
-from fastgen.optimizer.transformers.row_buckets import Bucket
+from fastgen.optimizer.transformers.prefix_groups import Bucket
 from fastgen.optimizer.transformers.shared_forward import SharedForward
 from fastgen.optimizer.transformers.sources import shared_scores
 
@@ -113,7 +113,7 @@ class TokenScorer(SharedForward):
             raise LeaveAlone([Reason("DISABLED", "fastgen is disabled")])
         if rows == 1 or not self.gains((rows - 1) * length):  # whatever the tokens are
             raise LeaveAlone([Reason("TOO_SMALL", "the model or the batch is too small to gain")])
-        buckets = row_buckets.buckets_sync(input_ids, mask, self.gains)
+        buckets = prefix_groups.buckets_sync(input_ids, mask, self.gains)
         leave_alone_for(self.unsupported_reasons(length))
         shared = [bucket for bucket in buckets if bucket.split]
         groups, saved = sum(bucket.groups for bucket in shared), sum(bucket.saved for bucket in shared)

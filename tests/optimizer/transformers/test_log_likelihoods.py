@@ -1,23 +1,26 @@
 """Log-likelihoods of continuations are those of one forward for each context with its continuation."""
 
+from collections import Counter
 from functools import partial
 from random import Random
 
 import pytest
 import torch
 from architectures import ARCHITECTURES, COLUMNS_COUNT, WITHOUT_PREFIX
-from hooks import costs, watched
+from hooks import costs, fresh_trust, watched
 from reports import FREE
 from tiny_models import lively, tiny, unchanged
 from tokenizers.processors import TemplateProcessing
 from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast
+from transformers.cache_utils import DynamicLayer
 
 import fastgen
 from fastgen.models.demo import demo_path
 from fastgen.optimizer.decoding.report import PREFILL
 from fastgen.optimizer.transformers import log_likelihoods
+from fastgen.optimizer.transformers.shared_forward import NodeLayer
 from fastgen.testing import configured
 
 pytestmark = pytest.mark.usefixtures("share_always")
@@ -254,6 +257,35 @@ def test_wrappers_of_peft_that_do_more_are_called():
         assert base(model) is model
     mixed = peft.get_peft_model(tiny("llama"), peft.LoraConfig(**plain), mixed=True)
     assert base(mixed) is mixed
+
+
+def test_wrappers_that_pass_arguments_of_any_name_on_are_shared():
+    peft = pytest.importorskip("peft")
+    layers = {"target_modules": ["k_proj", "fc2"], "feedforward_modules": ["fc2"], "init_ia3_weights": False}
+    model = peft.get_peft_model(tiny("opt"), peft.IA3Config(task_type="CAUSAL_LM", **layers)).eval()
+    pairs = questions(model, prefix=30)
+    with fresh_trust(accepted=True):
+        assert_equal(fastgen.log_likelihoods(model, *pairs), one_by_one(model, *pairs))
+    assert fastgen.explain().shared
+
+
+def test_keys_not_worth_sharing_are_repeated_for_each_row():
+    pairs = questions(model := tiny("llama"), prefix=30)
+    with configured(share="auto"), costs(rates=FREE), watched("shared attention") as attended:
+        results = fastgen.log_likelihoods(model, *pairs)
+    assert_equal(results, one_by_one(model, *pairs))
+    assert fastgen.explain().shared and not attended
+
+
+@pytest.mark.parametrize("requires_grad", (True, False))
+def test_a_node_holds_no_more_than_its_keys(requires_grad):
+    """GPT-2's keys are views of a product that holds queries, too; autograd holds that product anyway."""
+    product = torch.randn(2, 5, 12, 4, requires_grad=requires_grad)
+    layer = NodeLayer(DynamicLayer(), 2, Counter(), is_leaf=False)
+    layer.update(*product.transpose(1, 2).split(4, dim=1)[1:])
+    for states, whole in ((layer.keys, product[:, :, 4:8]), (layer.values, product[:, :, 8:])):
+        assert torch.equal(states, whole.transpose(1, 2))
+        assert (states.untyped_storage().nbytes() > states.nbytes) is requires_grad
 
 
 def test_nothing_is_shared_if_fastgen_is_disabled():

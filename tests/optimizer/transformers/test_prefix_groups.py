@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastgen.optimizer.decoding.report import LeaveAlone
-from fastgen.optimizer.transformers.row_buckets import Bucket, buckets_sync
+from fastgen.optimizer.transformers.prefix_groups import Bucket, buckets_sync
 
 
 def buckets(rows: list[str], gains=bool) -> list[Bucket]:

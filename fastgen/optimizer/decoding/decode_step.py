@@ -21,7 +21,7 @@ Tests: tests/optimizer/transformers/test_captured_steps.py tests/optimizer/fairs
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
@@ -82,6 +82,7 @@ class StaticSteps:
     def __init__(self, captures: Captures, graph: CapturedGraph) -> None:
         self.captures, self.graph = captures, graph
         self.cache: StaticKVCache = graph.cache
+        self.advance: Callable[[], None] = graph.cache.advance
 
     def outputs_of(self, loop: DecodeStep, tokens: Tensor, size: int, is_trial: bool) -> Any:
         if size == 1 and loop.has_changed():  # drafts have asked before a forward of several tokens
@@ -109,9 +110,6 @@ class StaticSteps:
 
     def room(self) -> int:
         return int(self.cache.capacity - self.cache.generated_length)
-
-    def advance(self) -> None:
-        self.cache.advance()
 
     def drop(self, loop: DecodeStep) -> None:
         pass

@@ -65,7 +65,7 @@ class GenerateCall:
     on_exit: ExitStack = field(default_factory=ExitStack)
     has_stages: bool = False
     started: float = field(default_factory=time.perf_counter)
-    costs: CostModel = field(default_factory=cost_model.of_new_call)
+    costs: CostModel = field(default_factory=lambda: cost_model.DEFAULT)
     facts: dict[Any, ModelInfo] = field(default_factory=dict)
     swapped: tuple[Any, ...] = ()
     outer: GenerateCall | None = None

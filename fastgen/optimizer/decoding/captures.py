@@ -293,9 +293,10 @@ class Captures:
             raise LeaveAlone([Reason("GRAPHS_IN_USE", "another call uses the model's captured steps")])
         self.most = content.generated_length + left - 1  # the last token needs no keys
         content = content.without_last(size)
-        if wants_new or self._key_of(content) in graphs.entries:  # otherwise the model need not be checked
-            graphs.set_state(self.call.facts_of(loop.model, loop.checks.known_code))
-        if not wants_new and self._key_of(content) not in graphs.entries:
+        key = self._key_of(content)
+        if wants_new or key in graphs.entries:  # otherwise the model need not be checked
+            graphs.set_state(self.call.facts_of(loop.model, loop.checks.known_code))  # may drop all entries
+        if not wants_new and key not in graphs.entries:
             return None
         graph = self.graph_of(content)
         try:

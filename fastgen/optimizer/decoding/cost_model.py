@@ -271,11 +271,6 @@ class CostModel:
 DEFAULT = CostModel()
 
 
-def of_new_call() -> CostModel:
-    """Returns the cost model of a new call."""
-    return DEFAULT
-
-
 # For each model: the module that holds its first weight, and the weight's name there; and the weight's dtype and device
 # when the size was measured, and the size.
 _firsts: WeakKeyDictionary[nn.Module, tuple[Callable[[], Any], str]] = WeakKeyDictionary()

@@ -3,13 +3,12 @@
 patch.py          Patch and PatchState, the data
 target.py         finds the target of a patch, checks that it fits, installs and removes the replacement
 patch_set.py      PatchSet: applies groups of patches when their host has been imported, reverts them, keeps states
-fallback.py       Fallback: whose error it is, and whether the original does the work again
 import_hooks.py   calls back after a host was imported, without importing anything before
 """
 
-from fastgen.patching.fallback import Fallback, SwitchedOff
 from fastgen.patching.patch import Patch, PatchState, PatchStates, patch_group, table
 from fastgen.patching.patch_set import PatchSet, disabled, switched, warn
+from fastgen.provenance import Fallback, SwitchedOff
 
 __all__ = [
     "Fallback",

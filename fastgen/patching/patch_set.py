@@ -21,11 +21,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
 
-from fastgen.patching.fallback import Fallback, SwitchedOff
 from fastgen.patching.import_hooks import LOCK, call_after_import
 from fastgen.patching.patch import Patch, PatchState, PatchStates
 from fastgen.patching.target import Target, Unmet, find_target, host_version, too_old
-from fastgen.provenance import packages_of
+from fastgen.provenance import Fallback, SwitchedOff, packages_of
 
 logger = logging.getLogger("fastgen")
 

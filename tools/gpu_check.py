@@ -49,6 +49,7 @@ import fastgen
 from fastgen.ops import kernels, shared_attention
 from fastgen.ops.kernel import tolerance
 from fastgen.optimizer.decoding.cost_model import CostModel
+from fastgen.optimizer.decoding.kv_cache import should_share
 from fastgen.testing import configured
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -148,7 +149,7 @@ LENGTHS, DRY_LENGTHS = [16 << power for power in range(11)], [16, 32]
 def break_even(dry: bool) -> dict[str, Any]:
     """Returns in how many saved megabytes sharing a prompt breaks even.
 
-    measured: in this attention, None if never; by_rates: in `CostModel.should_share`, with the rates of an H200.
+    measured: in this attention, None if never; by_rates: by `should_share`, with the rates of an H200.
     """
     triton_kernels = shared_attention._triton_attention(torch.device("cuda"))
     ways = {
@@ -189,7 +190,7 @@ def _break_even(costs: CostModel, is_captured: bool) -> float:
     position = torch.empty(1, HEADS, 1, WIDTH, dtype=torch.bfloat16, device="cuda")
 
     def shares(length: int) -> bool:
-        return costs.should_share(position.expand(-1, -1, length, -1), ROWS, is_captured=is_captured)
+        return should_share(costs, position.expand(-1, -1, length, -1), ROWS, is_captured=is_captured)
 
     length = bisect_left(range(1 << 24), True, key=shares)
     return 2 * position.nbytes * length * (ROWS - 1) / 1e6

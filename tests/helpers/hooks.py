@@ -127,12 +127,12 @@ def limits(**values: int) -> Iterator[None]:
 
 
 @contextmanager
-def costs(kind: type | None = None, **thresholds: Any) -> Iterator[None]:
-    """Gives calls that begin inside, in any thread, a cost model with these thresholds; kind: its class."""
+def costs(**thresholds: Any) -> Iterator[None]:
+    """Gives calls that begin inside, in any thread, a cost model with these thresholds."""
     from fastgen.optimizer.decoding import cost_model
 
     settings = vars(cost_model.DEFAULT) | thresholds
-    with mock.patch.object(cost_model, "DEFAULT", (kind or cost_model.CostModel)(**settings)):
+    with mock.patch.object(cost_model, "DEFAULT", cost_model.CostModel(**settings)):
         yield
 
 

@@ -19,7 +19,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from fastgen.config import CONFIG
 from fastgen.ops.tracing import NotRepeatable, is_transformed, is_watched
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.cost_model import first_weight, size_of
+from fastgen.optimizer.decoding.cost_model import CostModel, ModelSize, first_weight, size_of
 from fastgen.optimizer.decoding.graphs import (
     EXPECTED,
     CapturedGraph,
@@ -49,7 +49,6 @@ from fastgen.reasons import counted
 MOST_GRAPHS = 16
 MOST_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
 
-Kept = TypeVar("Kept")
 
 _nbytes = attrgetter("nbytes")
 
@@ -125,10 +124,11 @@ class Repeatable:
     """The policy of calls that must not depend on earlier ones, whose graphs only save them a capture.
 
     The path of a step (the loop's cache or a static one, the forward or a replay) determines its last bits. So a call
-    takes the path that it would take as the first one. measures: whether measured times decide, too.
+    takes the path that it would take as the first one. remembers: whether what calls prove and
+    measure of drafts counts for later ones.
     """
 
-    measures = False
+    remembers = False
 
     def uses(self, now: int, earlier: int) -> int:
         """Returns the uses of a new graph: those of this call, and those that earlier calls would have had for one."""
@@ -154,15 +154,11 @@ class Repeatable:
         """Whether what this call has found out counts for later ones."""
         return isinstance(cause, NotRepeatable)  # the model's code causes it
 
-    def of_model(self, store: WeakKeyDictionary[Any, Kept], model: nn.Module, new: Kept) -> Kept:
-        """Returns what the store keeps of the model; `new` if that is nothing, or must not be used."""
-        return new
-
 
 class LooksBack(Repeatable):
     """Graphs of earlier calls are used at once, and a graph that many short calls would have used is captured."""
 
-    measures = True
+    remembers = True
 
     def uses(self, now: int, earlier: int) -> int:
         return now + earlier
@@ -181,9 +177,6 @@ class LooksBack(Repeatable):
 
     def is_lasting(self, cause: Exception | str) -> bool:
         return True
-
-    def of_model(self, store: WeakKeyDictionary[Any, Kept], model: nn.Module, new: Kept) -> Kept:
-        return store.setdefault(model, new)
 
 
 def policy_of_new_call() -> Repeatable:
@@ -231,7 +224,7 @@ class Captures:
             return False
         size = size_of(self.loop.checks.decoder, self.loop.checks.known_code)
         rows: int = self.loop.rows
-        return self.call.costs.should_capture(size, rows, left, is_captured=False, device=self.graphs.device)
+        return is_worth_capturing(self.call.costs, size, rows, left, False, self.graphs.device)
 
     @property
     def _is_late(self) -> bool:
@@ -358,6 +351,22 @@ class Captures:
             self._is_held = False
 
 
+def is_worth_capturing(
+    costs: CostModel, size: ModelSize, rows: int, steps: int, is_captured: bool, device: torch.device
+) -> bool:
+    """Whether so many replays of a model's step, for so many rows, save twice what the capture takes.
+
+    A replay saves what the host takes beyond the device. is_captured: whether a graph exists. Always true with
+    FASTGEN_CUDA_GRAPHS=on.
+    """
+    if CONFIG.cuda_graphs == "on":
+        return True
+    work = size.step(rows, device)
+    step, replay = costs.seconds(work, device), costs.seconds(work.computed, device)
+    captures = costs.captures(device)
+    return (step - replay) * steps >= 2 * step * (captures.existing if is_captured else captures.new)
+
+
 @check(STEPS)
 def unwanted_reasons(call: GenerateCall, device: torch.device, steps: int) -> list[Reason]:
     """Returns why so many steps are not captured, whatever the model; empty if they may be."""
@@ -390,7 +399,7 @@ def can_capture(checks: Any, rows: int, steps: int) -> bool:
     device = weight.device
     size = size_of(decoder, checks.known_code)
     reasons = unwanted_reasons(call, device, steps) or graphs_of(checks.model, weight).refused or checks.capture
-    if not reasons and not call.costs.should_capture(size, rows, steps, is_captured=True, device=device):
+    if not reasons and not is_worth_capturing(call.costs, size, rows, steps, True, device):
         text = f"{steps} steps of {rows} rows would save less than the capture costs"
         reasons = [Reason("NOT_WORTH_CAPTURING", text)]
     if not (reasons := reasons or checks.rows):

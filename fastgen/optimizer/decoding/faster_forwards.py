@@ -27,11 +27,21 @@ from fastgen.ops import cpu_linear, flash_attention
 from fastgen.ops.flash_attention import MIN_QUERIES, FlashAttention
 from fastgen.ops.tracing import is_watched
 from fastgen.optimizer.decoding.call import GenerateCall, current_call
+from fastgen.optimizer.decoding.cost_model import CostModel, ModelSize, Work
 from fastgen.provenance import packages_of
 
 _LOCK = threading.Lock()
 
 CACHED = 48 << 20  # bytes, more than a CPU's caches hold
+
+
+def should_swap(costs: CostModel, size: ModelSize, steps: int | None = None) -> bool:
+    """Whether the model spends its time in large products for which oneDNN is an option.
+
+    steps: of the call, if known. A single step must gain as much as it takes to swap the forwards of all modules.
+    """
+    part = costs.min_large * (4 if steps == 1 else 1)
+    return costs.saves(Work(bytes=4 * size.large), Work(part * size.modules))
 
 
 @contextmanager

@@ -24,12 +24,35 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from fastgen.config import CONFIG
 from fastgen.ops.move_rows import move_rows
+from fastgen.optimizer.decoding.cost_model import CostModel, Work
 from fastgen.optimizer.decoding.report import LAYER_EMPTY, STEPS, LeaveAlone, Reason, check
 from fastgen.optimizer.decoding.segmented_kv import KV, SegmentedKV, Segments, cut, in_segments, length_of, materialized
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, rows_of
 
 FIRST_CAPACITY = 32
+
+# Launches that a shared prompt adds to the attention of a layer; the same with `triton_attention` in a CUDA graph.
+LAUNCHES = 12.5
+LAUNCHES_OF_KERNEL = 0.5
+
+
+def should_share(
+    costs: CostModel, keys: Tensor, rows_per_copy: int, is_cross: bool = False, is_captured: bool = False
+) -> bool:
+    """Whether attention is faster with these keys `[inputs, kv_heads, length, head_dim]` stored once for several rows.
+
+    is_cross: whether they belong to cross-attention, which has only one segment, and launches a quarter. If repeated
+    instead, they are still never reordered. is_captured: whether steps will be captured. Values are assumed to be as
+    wide as keys; on a CPU each number counts as one of fp32.
+    """
+    is_cpu = keys.device.type == "cpu"
+    has_kernel = not is_cpu and CONFIG.cuda_kernels and keys.dtype in (torch.float16, torch.bfloat16)
+    launches = (LAUNCHES_OF_KERNEL if is_captured and has_kernel else LAUNCHES) * (0.25 if is_cross else 1)
+    saved_bytes = 2 * keys.numel() * (rows_per_copy - 1) * (4 if is_cpu else keys.itemsize)
+    added = Work(replayed=launches) if is_captured else Work(launches=launches)
+    return costs.pays(Work(bytes=saved_bytes), added, device=keys.device)
 
 
 class Generated:

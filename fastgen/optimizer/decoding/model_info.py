@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -23,6 +23,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 from fastgen.optimizer.decoding.guards import GLOBAL_HOOKS, OUTSIDE, Guards, KnownCode, is_from, qualified_name
 from fastgen.optimizer.decoding.report import Reason
 from fastgen.provenance import packages_of
+
+# Of `ModelInfo.proofs`: a prefill with fewer rows, which are expanded afterwards.
+FEWER_ROWS = "fewer rows"
 
 # The methods through which a module is called.
 _ENTRIES = frozenset({"forward", "_old_forward", "__call__"})
@@ -42,18 +45,14 @@ class ModelInfo:
     last three, in words. altered: the names of modules that do not run the library's code alone; contains None if that
     is true of all modules, because of global hooks or code in the library's files.
 
-    Results of attempts: prefix_reasons: why the beginning of a prompt cannot be computed apart from the rest, by the
-    type of its tokens, None if they have no types, and by whether padding follows it; row_states: why rows cannot be
-    expanded after a prefill, None before the first one.
+    proofs: what first uses of the model have shown, by what was used: the reasons against it, empty if it was right.
     """
-
-    row_states: list[Reason] | None = None
 
     def __init__(self, model: nn.Module, known_code: KnownCode) -> None:
         modules = dict(model.named_modules())
         self._modules = {name: ref(module) for name, module in modules.items()}
         self.guards, self.kinds = Guards(modules, known_code), dict.fromkeys(map(type, modules.values()))
-        self.prefix_reasons: dict[tuple[int | None, bool], list[Reason]] = {}
+        self.proofs: dict[Hashable, list[Reason]] = {}
         self.in_training = [name for name, module in modules.items() if module.training]
         self.training = next(filter(None, (_switched_on(name, modules[name]) for name in self.in_training)), None)
         self.compiled = [name for name, module in modules.items() if _is_compiled(module)]
@@ -114,8 +113,8 @@ def facts_of(model: nn.Module, known_code: KnownCode) -> ModelInfo:
     if previous is not None and previous.guards.known_code is known_code and previous.guards.check() is None:
         return previous
     facts = _facts[model] = ModelInfo(model, known_code)
-    if previous is not None:
-        facts.row_states = previous.row_states or None  # reasons remain; a changed model may store more
+    if previous is not None and (reasons := previous.proofs.get(FEWER_ROWS)):
+        facts.proofs[FEWER_ROWS] = reasons  # without reasons it is tried again: a changed model may store more
     return facts
 
 

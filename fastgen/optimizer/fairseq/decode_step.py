@@ -25,7 +25,7 @@ from fastgen.optimizer.decoding.call import GenerateCall, setting
 from fastgen.optimizer.decoding.decode_step import DecodeStep
 from fastgen.optimizer.decoding.graphs import CapturedGraph
 from fastgen.optimizer.decoding.guards import is_user_code
-from fastgen.optimizer.decoding.kv_cache import KVCache
+from fastgen.optimizer.decoding.kv_cache import KVCache, should_share
 from fastgen.optimizer.decoding.segmented_kv import KV
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache, rounded
 from fastgen.optimizer.fairseq.checks import KNOWN, CallChecks, ModelPlan
@@ -119,7 +119,7 @@ class DecodingState(dict):
         for attention in self.plan.self_attention:
             if (pair := self.prompt(attention)) is None:
                 raise RuntimeError("the forward over the prompt left no keys in a layer")
-            if not call.costs.should_share(pair[0], self.rows_per_input, is_captured=call.will_capture):
+            if not should_share(call.costs, pair[0], self.rows_per_input, is_captured=call.will_capture):
                 self.kv.repeat_prompt(self.layers[attention])
         return outputs
 

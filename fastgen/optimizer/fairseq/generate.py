@@ -23,7 +23,7 @@ from fastgen.optimizer import trust
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call, undo_of_random_numbers
 from fastgen.optimizer.decoding.captures import can_capture
 from fastgen.optimizer.decoding.cost_model import size_of
-from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears
+from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears, should_swap
 from fastgen.optimizer.decoding.report import LOOP, Report
 from fastgen.optimizer.decoding.verify import ABSENT, Difference, first_token_difference
 from fastgen.optimizer.fairseq.checks import KNOWN, SOURCES, CallChecks, ModelPlan
@@ -83,7 +83,7 @@ def _accelerated(
     call.is_accelerated = True
     _describe(call.report, checks.plans)
     models = [model for model in (*self.model.models, self.lm_model) if model is not None]
-    large = [model for model in models if call.costs.should_swap_forwards(size_of(model, KNOWN))]
+    large = [model for model in models if should_swap(call.costs, size_of(model, KNOWN))]
     modules = {model: call.facts_of(model, KNOWN).modules.values() for model in large}
     fallback = call.fallback(LOOP, "fairseq", restore=undo_of_random_numbers())
     with faster_forwards(call, modules, linears()), fallback:

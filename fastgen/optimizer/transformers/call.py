@@ -39,7 +39,14 @@ from fastgen.ops import lookup
 from fastgen.ops.tracing import is_transformed
 from fastgen.optimizer.decoding.call import GenerateCall, setting, settings_of
 from fastgen.optimizer.decoding.cost_model import size_of
-from fastgen.optimizer.decoding.faster_forwards import FasterForward, Forward, faster_forwards, linears, multiply
+from fastgen.optimizer.decoding.faster_forwards import (
+    FasterForward,
+    Forward,
+    faster_forwards,
+    linears,
+    multiply,
+    should_swap,
+)
 from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, Reason
 from fastgen.optimizer.transformers import checks, kept_prefix, kv_layers
 from fastgen.optimizer.transformers.checks import current_call, generate_call
@@ -49,6 +56,9 @@ from fastgen.patching import disabled
 from fastgen.provenance import comes_with
 
 SEQUENCES_SCORES, ENCODER_STATES = "sequences_scores", "encoder_hidden_states"
+
+# A call with at most so many steps, whose prefill is too small to gain, bypasses fastgen.
+MOST_STEPS_OF_TINY_CALL = 2
 
 TOO_SMALL = Reason("TOO_SMALL", "the model and the call are too small to gain")
 
@@ -114,8 +124,11 @@ def _tiny_reasons(
     rows = 1
     for name in ("num_beams", "num_return_sequences"):
         rows = max(rows, kwargs.get(name) or getattr(config, name, None) or 1)
-    may_gain = call.costs.may_gain(size_of(model, checks.KNOWN), rows * prompt.numel(), steps)
-    return [] if may_gain else [TOO_SMALL]
+    size = size_of(model, checks.KNOWN)
+    costs = call.costs
+    is_short = steps <= MOST_STEPS_OF_TINY_CALL
+    is_tiny = is_short and not costs.pays(size.tokens(rows * prompt.numel()), costs.prefill_once(size))
+    return [TOO_SMALL] if is_tiny and not should_swap(costs, size, steps) else []
 
 
 # Faster forwards: products of `nn.Linear` and GPT-2's `Conv1D`, and its GELU.
@@ -128,7 +141,7 @@ def swap_forwards(
 
     None are set if the call may compile the model, as the library does for caches with a static shape.
     """
-    if not call.costs.should_swap_forwards(size_of(model, checks.KNOWN), kwargs.get("max_new_tokens")):
+    if not should_swap(call.costs, size_of(model, checks.KNOWN), kwargs.get("max_new_tokens")):
         return nullcontext()
     facts = call.facts_of(model, checks.KNOWN)
     asked = [kwargs.get("cache_implementation")]

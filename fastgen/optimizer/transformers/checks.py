@@ -35,7 +35,7 @@ from fastgen.optimizer.decoding import call as decoding_call
 from fastgen.optimizer.decoding import report
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.guards import KnownCode
-from fastgen.optimizer.decoding.model_info import ModelInfo, named
+from fastgen.optimizer.decoding.model_info import FEWER_ROWS, ModelInfo, named
 from fastgen.optimizer.decoding.report import MODES, NOT_EMPTY, USER_CACHE, Reason, Report, check, that_hold
 from fastgen.optimizer.decoding.static_kv_cache import MOST_TOKENS
 from fastgen.optimizer.transformers import compat, kv_layers, processors, row_groups
@@ -193,7 +193,7 @@ class CallChecks:
         facts = self.call.facts_of(self.model, KNOWN)
         if self._rows[0] is not facts:
             self._rows = facts, self._row_reasons(facts)
-        return self._rows[1] + (facts.row_states or [])
+        return self._rows[1] + facts.proofs.get(FEWER_ROWS, [])
 
     @check(report.PREFILL, report.STEPS, report.COMPACTION, report.DRAFTS)
     def _row_reasons(self, facts: ModelInfo) -> list[Reason]:

@@ -26,7 +26,7 @@ from transformers.generation import GenerationMixin
 from fastgen.models.cache_names import CACHE
 from fastgen.optimizer.decoding.call import Rollback, undo_of_attributes, undo_of_random_numbers, undo_of_tensors
 from fastgen.optimizer.decoding.captures import CannotPad
-from fastgen.optimizer.decoding.cost_model import size_of
+from fastgen.optimizer.decoding.cost_model import CostModel, ModelSize, size_of
 from fastgen.optimizer.decoding.decode_step import DecodeStep, StaticSteps
 from fastgen.optimizer.decoding.graphs import CapturedGraph
 from fastgen.optimizer.decoding.guards import is_user_code
@@ -38,6 +38,18 @@ from fastgen.optimizer.transformers.drafts import MASKS, DraftedSteps, cache_of,
 
 # Arguments of a forward.
 MASK, ENCODED = "attention_mask", "encoder_outputs"
+
+
+def is_worth_compacting(
+    costs: CostModel, size: ModelSize, leaving: int, rows: int, steps_done: int, steps_left: int
+) -> bool:
+    """Whether a batch should drop its finished rows, `leaving` of `rows`.
+
+    steps_left: the most steps that may follow; their expected number is estimated from `steps_done`.
+    """
+    steps = min(steps_left, max(steps_done, costs.min_steps_expected))
+    pays = costs.pays(size.tokens(leaving * steps), costs.prefill_once(size))
+    return leaving >= costs.min_leaving * rows and pays
 
 
 class TransformersDecodeStep(DecodeStep):
@@ -153,8 +165,10 @@ class TransformersDecodeStep(DecodeStep):
         self.mode.drop(self)
 
     def seconds(self) -> tuple[float, float]:
-        """Returns the seconds of a step that the host and the device take, see `CostModel.seconds_of_step`."""
-        return self.call.costs.seconds_of_step(size_of(self.model, self.checks.known_code), self.rows)
+        """Returns the seconds of a step, and of its replay."""
+        costs = self.call.costs
+        work = size_of(self.model, self.checks.known_code).step(self.rows)
+        return costs.seconds(work), costs.seconds(work.computed)
 
     def reasons_against_drafts(self, tokens: Tensor) -> list[Reason]:
         """Returns why this call has no drafts; called after the prefill."""
@@ -310,7 +324,7 @@ class TransformersDecodeStep(DecodeStep):
     def should_compact(self, leaving: int, steps_left: int) -> bool:
         """Whether `leaving` finished rows should leave the batch now; steps_left: the most steps that may follow."""
         size = size_of(self.model, self.checks.known_code)
-        pays = self.call.costs.should_compact(size, leaving, self.rows, self.steps, steps_left)
+        pays = is_worth_compacting(self.call.costs, size, leaving, self.rows, self.steps, steps_left)
         return bool(self.arguments.get("use_cache")) and pays and not self.compaction_reasons
 
     @cached_property

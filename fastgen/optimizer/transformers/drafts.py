@@ -17,11 +17,10 @@ tests/optimizer/transformers/test_drafted_architectures.py
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,6 +31,7 @@ from transformers.cache_utils import Cache
 
 from fastgen.models.cache_names import CACHE_NAMES
 from fastgen.optimizer.decoding.captures import policy_of_new_call
+from fastgen.optimizer.decoding.cost_model import ForwardTimes
 from fastgen.optimizer.decoding.drafts import Drafts, Text
 from fastgen.optimizer.decoding.graphs import differs_sync
 from fastgen.optimizer.decoding.report import DRAFTS, MODEL_CHANGED, LeaveAlone, Reason, check
@@ -48,43 +48,8 @@ KEPT_LOGITS = "logits_to_keep"
 WITHOUT_COLUMNS = (*CACHE_NAMES, "encoder_outputs", "tokenizer")
 PLAIN_TYPES = (type(None), bool, str)
 
-
-# MIN_MEASUREMENTS: fewer measured times are ignored. FAR_OFF: a measured time that is more than this many times the
-# estimate replaces it.
-MIN_MEASUREMENTS = 3
-FAR_OFF = 1.5
-
-
-@dataclass
-class DraftFacts:
-    """What is known of a model's forwards of several tokens, in calls of one kind (`facts_of`).
-
-    is_proven: whether one gave the logits of single steps. refused: why drafts are not checked any more. seconds: by
-    rows, tokens, and how they ran (`path` of the step), the number of forwards and the shortest time.
-    """
-
-    is_proven: bool = False
-    refused: list[Reason] = field(default_factory=list)
-    seconds: defaultdict[tuple[int, int, str], list[float]] = field(
-        default_factory=lambda: defaultdict(lambda: [0, math.inf])
-    )
-
-    def add_time(self, rows: int, size: int, path: str, seconds: float) -> None:
-        """Notes the time of a forward of `size` tokens per row."""
-        entry = self.seconds[rows, size, path]
-        entry[0], entry[1] = entry[0] + 1, min(entry[1], seconds)
-
-    def steps_of_forward(self, rows: int, size: int, path: str, estimated: float) -> float:
-        """Returns what a forward takes, in steps of one token: the estimate, or what was measured if that is far more.
-
-        With mixtures of experts, for example, more tokens read more experts.
-        """
-        (count, shortest), (singles, single) = self.seconds[rows, size, path], self.seconds[rows, 1, path]
-        is_far_off = min(count, singles) >= MIN_MEASUREMENTS and shortest > FAR_OFF * estimated * single
-        return shortest / single if is_far_off else estimated
-
-
-_facts: WeakKeyDictionary[Any, defaultdict[Any, DraftFacts]] = WeakKeyDictionary()
+# Measured times of a model's forwards, by kinds of calls.
+_times: WeakKeyDictionary[Any, defaultdict[Hashable, ForwardTimes]] = WeakKeyDictionary()
 _padding_of_modules: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
 
 
@@ -92,15 +57,15 @@ _padding_of_modules: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary(
 class Checked:
     """A draft and the outputs of the forward that checked it.
 
-    tokens: `[rows][size - 1]`. logits: `[rows, size, vocabulary_size]`. version: the step's, after the forward. facts:
-    of forwards of its kind. used: how many of the logits the loop has taken, or compared in a trial.
+    tokens: `[rows][size - 1]`. logits: `[rows, size, vocabulary_size]`. version: the step's, after the forward. kind:
+    of the forward. used: how many of the logits the loop has taken, or compared in a trial.
     """
 
     tokens: list[list[int]]
     outputs: Any
     logits: Tensor
     version: int
-    facts: DraftFacts
+    kind: Hashable
     used: int = 0
 
     def follows(self, newest: list[int]) -> bool:
@@ -125,16 +90,22 @@ class DraftedSteps:
         self.trial: Checked | None = None
         self.is_left_alone = False
         self._reasons: list[Reason] | None = None  # against drafts in this call, once there is one
-        self._facts: dict[bool, DraftFacts] = {}  # by whether the cache is static
+        self._kinds: dict[bool, Hashable] = {}  # of forwards, by whether the cache is static
+        self._own_proofs: dict[Hashable, list[Reason]] = {}
 
     @property
-    def facts(self) -> DraftFacts:
-        """What is known of forwards of this kind: with such arguments, and with a static cache or the loop's own."""
+    def kind(self) -> Hashable:
+        """The kind of a forward now: with such arguments, and with a static cache or the loop's own."""
         is_static = self.step.is_static()
-        if is_static not in self._facts:
-            of_model = self.policy.of_model(_facts, self.model, defaultdict(DraftFacts))
-            self._facts[is_static] = of_model[is_static, _kind_of_call(self.step)]
-        return self._facts[is_static]
+        if is_static not in self._kinds:
+            self._kinds[is_static] = DRAFTS, is_static, _kind_of_call(self.step)
+        return self._kinds[is_static]
+
+    @property
+    def proofs(self) -> dict[Hashable, list[Reason]]:
+        """For each kind of forward that was compared: the reasons against drafts, none if it was right."""
+        facts = self.call.facts_of(self.model, self.step.checks.known_code)
+        return facts.proofs if self.policy.remembers else self._own_proofs
 
     def logits_sync(self, input_ids: Tensor) -> Tensor:
         """Returns the logits `[rows, vocabulary_size]`, float32, of the token after input_ids `[rows, length]`."""
@@ -155,7 +126,7 @@ class DraftedSteps:
             tokens = []
         if checked is not None and follows:
             return self._take(checked)
-        if tokens and self.facts.is_proven:
+        if tokens and self.proofs.get(self.kind) == []:
             checked = self._check(input_ids, tokens)
             return self._single_sync(input_ids) if checked is None else self._take(checked)
         if tokens:
@@ -201,18 +172,16 @@ class DraftedSteps:
 
     def _cost(self, rows: int, size: int) -> float:
         """Returns what a forward of so many tokens per row takes, in steps of one token, if both run alike."""
-        estimated = self.call.costs.steps_of_forward(rows * size)
-        if not self.policy.measures:
-            return estimated
         path = "replay" if self.step.is_static() else "eager"
-        return self.facts.steps_of_forward(rows, size, path, estimated)
+        times = self._times_of(self.kind) if self.policy.remembers else None
+        return self.call.costs.steps_of_forward(rows, size, times, path)
 
     def _overhead(self, size: int) -> float:
         """Returns by what factor a forward takes longer because it is not a replay, as steps of one token are."""
         if self.step.path(size) == "replay":
             return 1.0
-        host, computed = self.step.seconds()
-        return 1 + host / computed
+        step, replay = self.step.seconds()
+        return step / replay
 
     def _propose(self, input_ids: Tensor) -> list[list[int]]:
         """Returns the draft of each row to be checked now; empty if there is none, or it is not worthwhile."""
@@ -228,16 +197,16 @@ class DraftedSteps:
             return []
         if self._reasons is None:
             self._reasons = step.reasons_against_drafts(input_ids)
-        if reasons := self.facts.refused or self._reasons:
+        if reasons := self.proofs.get(self.kind) or self._reasons:
             self._leave_alone(reasons)
         return [] if reasons else tokens
 
     def _forward(self, input_ids: Tensor, tokens: list[list[int]], is_trial: bool = False) -> Checked:
         size = len(tokens[0]) + 1
-        facts = self.facts  # captures may begin at this forward
+        kind = self.kind  # captures may begin at this forward
         drafted = torch.tensor(tokens, dtype=input_ids.dtype, device=input_ids.device)
         outputs = self._timed(size, self.step.outputs_of, torch.cat([input_ids, drafted], dim=1), size, is_trial)
-        return Checked(tokens, outputs, outputs.logits, self.step.version(), facts)
+        return Checked(tokens, outputs, outputs.logits, self.step.version(), kind)
 
     def _check(self, input_ids: Tensor, tokens: list[list[int]]) -> Checked | None:
         """Runs a forward with a draft; returns None if it failed: then single steps go on."""
@@ -267,9 +236,9 @@ class DraftedSteps:
         logits = self._timed(1, self.step.next_logits, input_ids)
         if (trial := self.trial) is not None:
             if differs_sync(logits.to(trial.logits.dtype), trial.logits[:, trial.used]):
-                self._refuse("a forward of several tokens gave other logits", trial.facts)
+                self._refuse("a forward of several tokens gave other logits", trial.kind)
             elif trial.used == 1:
-                trial.facts.is_proven = True
+                self.proofs[trial.kind] = []
                 self.trial = None
             else:
                 trial.used = 1
@@ -283,19 +252,19 @@ class DraftedSteps:
         except LeaveAlone as left_alone:
             self._leave_alone(left_alone.reasons)
         except Exception as error:
-            self._refuse(f"{type(error).__name__}: {error}", self.facts)
+            self._refuse(f"{type(error).__name__}: {error}", self.kind)
         else:
             if trial.logits.shape[1] != len(tokens[0]) + 1:
-                self._refuse("a forward of several tokens gave logits of one", trial.facts)
+                self._refuse("a forward of several tokens gave logits of one", trial.kind)
             else:
                 trial.logits = trial.logits.clone()  # replays overwrite them
                 self.trial = trial
 
-    def _refuse(self, text: str, facts: DraftFacts) -> None:
-        """Checks no more drafts in calls of this kind."""
-        facts.refused = [self._refusal(text)]
+    def _refuse(self, text: str, kind: Hashable) -> None:
+        """Checks no more drafts in calls with forwards of this kind."""
+        reasons = self.proofs[kind] = [self._refusal(text)]
         self.trial = None
-        self._leave_alone(facts.refused)
+        self._leave_alone(reasons)
 
     def _refusal(self, text: str) -> Reason:
         return Reason("DRAFTS_REFUSED", f"{type(self.model).__name__}: {text}")
@@ -308,11 +277,14 @@ class DraftedSteps:
     def _timed(self, size: int, run: Callable[..., Any], *arguments: Any) -> Any:
         """Runs a forward of so many tokens per row and notes its time."""
         path = self.step.path(size)
-        facts = self.facts
+        kind = self.kind
         started = time.perf_counter()
         result = run(*arguments)
-        facts.add_time(len(self.drafts.texts), size, path, time.perf_counter() - started)
+        self._times_of(kind).add(len(self.drafts.texts), size, path, time.perf_counter() - started)
         return result
+
+    def _times_of(self, kind: Hashable) -> ForwardTimes:
+        return _times.setdefault(self.model, defaultdict(ForwardTimes))[kind]
 
 
 @check(DRAFTS)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import attrgetter
@@ -22,7 +23,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
@@ -34,8 +35,8 @@ from transformers.cache_utils import (
 
 from fastgen.models.cache_names import CACHE_NAMES
 from fastgen.optimizer.decoding import report
-from fastgen.optimizer.decoding.call import GenerateCall, Restore, undo_of_attributes
-from fastgen.optimizer.decoding.kv_cache import KVCache
+from fastgen.optimizer.decoding.call import GenerateCall, Restore, Rollback, undo_of_attributes, undo_of_tensors
+from fastgen.optimizer.decoding.kv_cache import KVCache, should_share
 from fastgen.optimizer.decoding.report import LAYER_EMPTY, NOT_EMPTY, STEPS, LeaveAlone, Reason, check, leave_alone_for
 from fastgen.optimizer.decoding.segmented_kv import KV, cut
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
@@ -274,8 +275,7 @@ def plan_adoption(cache: Cache, rows_per_input: int, limit: int, call: GenerateC
     gains = False
 
     def storage_for(keys: Tensor, is_cross: bool) -> Storage:
-        costs = call.costs
-        shares = may_share and costs.should_share(keys, rows_per_input, is_cross, call.will_capture)
+        shares = may_share and should_share(call.costs, keys, rows_per_input, is_cross, call.will_capture)
         return Storage.SHARED if shares else Storage.REPEATED
 
     for part, is_cross in zip(parts(cache), (False, True)):
@@ -299,7 +299,7 @@ def plan_adoption(cache: Cache, rows_per_input: int, limit: int, call: GenerateC
                     storage = Storage.LIBRARYS
                 writes = storage is Storage.REPEATED and window is None and not is_cross
                 gains |= storage is Storage.SHARED
-                gains |= writes and call.costs.should_write_in_place(keys, rows_per_input, limit)
+                gains |= writes and _elements(keys, rows_per_input, limit) >= call.costs.min_elements_in_place
                 kind = is_cross, storage, keys.shape, values.shape, keys.dtype, keys.device
                 plans.setdefault(kind, AdoptPlan(storage, not is_cross, reason=few))
             else:
@@ -309,6 +309,12 @@ def plan_adoption(cache: Cache, rows_per_input: int, limit: int, call: GenerateC
         if not gains and plan.branched is None:
             plan.storage = Storage.LIBRARYS
     return [*plans.values()]
+
+
+def _elements(keys: Tensor, rows_per_input: int, limit: int) -> int:
+    """Returns the mean number of elements of all rows' keys while up to `limit` positions are added."""
+    inputs, kv_heads, length, width = keys.shape
+    return inputs * rows_per_input * kv_heads * (length + limit // 2) * width
 
 
 def _is_plain(layer: Any) -> bool:
@@ -464,6 +470,15 @@ def cache_of(arguments: dict[str, Any]) -> Cache | None:
         if (cache := dict.get(arguments, name)) is not None:  # a newer `ModelOutput.get` warns of the older names
             return cache
     return None
+
+
+def rollback_of(cache: Cache | None, modules: Iterable[nn.Module] = ()) -> Rollback:
+    """Returns a context that restores a cache, see `undo_of`, and the tensors that modules hold, unless it is kept."""
+    rollback = Rollback()
+    rollback.callback(undo_of_tensors(modules))
+    if cache is not None:
+        rollback.callback(undo_of(cache))
+    return rollback
 
 
 def undo_of(cache: Cache) -> Restore:

@@ -29,6 +29,7 @@ from transformers import PreTrainedConfig
 
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.kv_cache import should_share
 from fastgen.optimizer.decoding.report import PREFILL, Reason
 from fastgen.optimizer.transformers.checks import generate_call
 from fastgen.optimizer.transformers.prefix_groups import Context, Group, Pair, Tokens, batches, contexts_of, groups_of
@@ -187,7 +188,11 @@ class Scorer(SharedForward):
         self.tokens_per_batch, self.softmax_dtype = tokens_per_batch, softmax_dtype
 
     def should_share(self, keys: Tensor, rows_per_copy: int) -> bool:
-        return self.call.costs.should_share(keys, rows_per_copy)
+        return should_share(self.call.costs, keys, rows_per_copy)
+
+    def _is_worth_a_forward(self, saved_tokens: int) -> bool:
+        """Whether a group saves so many tokens that its forward takes less, whatever FASTGEN_SHARE says."""
+        return self.call.costs.saves(self.size.tokens(saved_tokens), *self.added)
 
     def answers(self, contexts: list[Context]) -> dict[Pair, LogLikelihood]:
         """Returns the answer to each pair of a context and a continuation."""
@@ -201,14 +206,14 @@ class Scorer(SharedForward):
         self.call.set_rows(len(contexts), sum(len(context.continuations) for context in contexts))
         groups: list[Group] = []
         if PATCH_SET.is_on:
-            groups = groups_of(contexts, partial(self.call.costs.is_worth_a_forward, self.size), self.tokens_per_batch)
+            groups = groups_of(contexts, self._is_worth_a_forward, self.tokens_per_batch)
         count = sum(len(row) for context in contexts for row in set(context.rows))
         for parts, length in groups:
             count -= length + sum(len(part.tokens) - length + sum(map(len, part.suffixes)) for part in parts)
         saved = f"{count} tokens need not be computed"
         if not groups:
             reasons = [Reason("DISABLED", "fastgen is disabled")]
-        elif not self.call.costs.should_split_prefix(self.size, count):
+        elif not self.gains(count):
             reasons = [Reason("PREFIX_SHORT", "contexts are too short to gain", saved)]
         else:
             # Padding is between a prefix and the rest of a context, so a window must hold the columns of all rows.

@@ -26,9 +26,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import ModelOutput
 
-from fastgen.optimizer.decoding.call import GenerateCall, Rollback, undo_of_tensors
+from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.cost_model import size_of
-from fastgen.optimizer.decoding.model_info import ModelInfo
+from fastgen.optimizer.decoding.model_info import FEWER_ROWS, ModelInfo
 from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, PREFIX, LeaveAlone, Reason, leave_alone_for
 from fastgen.optimizer.decoding.segmented_kv import KV
 from fastgen.optimizer.transformers import kv_layers, prefixes, row_groups
@@ -132,12 +132,9 @@ class PrefillPlan:
         call, model = self.checks.call, self.checks.model
         cache = kv_layers.cache_of(self.first_rows)
         facts = call.facts_of(model, KNOWN)
-        rollback = Rollback()
-        if cache is not None:
-            rollback.callback(kv_layers.undo_of(cache))
-        if facts.row_states is None:  # the model may store states of rows for its next forward
-            rollback.callback(undo_of_tensors(facts.modules.values()))
-        with rollback:
+        # A model may store states of rows for its next forward.
+        modules = () if FEWER_ROWS in facts.proofs else facts.modules.values()
+        with kv_layers.rollback_of(cache, modules) as rollback:
             arguments = self._fill_prefix(cache)
             outputs = self._forward(arguments, cache, facts)
             if len(self.groups) == 1:
@@ -167,24 +164,24 @@ class PrefillPlan:
 
     def _forward(self, arguments: dict[str, Any], cache: Cache | None, facts: ModelInfo) -> ModelOutput:
         """Returns the outputs of one row per group. Raises LeaveAlone if a forward of all rows would give others."""
-        tensors = facts.row_tensors() if facts.row_states is None else None
+        tensors = None if FEWER_ROWS in facts.proofs else facts.row_tensors()
         try:
             with filling_all_rows(cache, self.groups) if kv_layers.is_static(cache) else nullcontext():
                 outputs = self.forward(arguments)
         except Exception:  # states of another call may have more rows
-            if tensors is not None:
-                facts.row_states = self.checks.row_states({self.groups.rows}) or None
-                leave_alone_for(facts.row_states or [])
+            if tensors is not None and (reasons := self.checks.row_states({self.groups.rows})):
+                facts.proofs[FEWER_ROWS] = reasons
+                leave_alone_for(reasons)
             raise
         if self.prefix is not None and outputs["logits"].isnan().any():
             raise LeaveAlone([prefixes.NAN])
         if tensors is not None:
-            facts.row_states = self.checks.row_states({len(self.groups)}, tensors)
-            leave_alone_for(facts.row_states)
+            facts.proofs[FEWER_ROWS] = self.checks.row_states({len(self.groups)}, tensors)
+            leave_alone_for(facts.proofs[FEWER_ROWS])
         if cache is None and self.first_rows.get("use_cache", True):
             new_cache = kv_layers.cache_of(outputs)  # created by the model, as in transformers 5.0
-            facts.row_states = [NO_CACHE] if new_cache is None else kv_layers.unsupported_types(new_cache)
-            leave_alone_for(facts.row_states)
+            facts.proofs[FEWER_ROWS] = [NO_CACHE] if new_cache is None else kv_layers.unsupported_types(new_cache)
+            leave_alone_for(facts.proofs[FEWER_ROWS])
         return outputs
 
     def _expand(self, outputs: ModelOutput, user_cache: Cache | None) -> None:
@@ -273,13 +270,13 @@ def too_small_reasons(call: GenerateCall, model: HostModel, arguments: dict[str,
     size = size_of(model, KNOWN)
     costs = call.costs
     tokens = (row_count - groups) * length
-    if costs.should_prefill_once(size, tokens):
+    saved, added = size.tokens(tokens), costs.prefill_once(size)
+    if costs.pays(saved, added):
         return []
     if costs.shares is False:
         return [Reason("SHARE_NEVER", "FASTGEN_SHARE=never")]
-    saved = costs.seconds_of_prefill(size, tokens) * 1e3
-    overhead = costs.overhead_of_prefill_once(size) * 1e3
-    detail = f"{tokens} tokens fewer save about {saved:.2f} ms, the overhead is {overhead:.2f} ms"
+    milliseconds = [costs.seconds(work) * 1e3 for work in (saved, added)]
+    detail = "{} tokens fewer save about {:.2f} ms, the overhead is {:.2f} ms".format(tokens, *milliseconds)
     return [Reason("TOO_SMALL", "the model is too small to gain", detail)]
 
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from fastgen.ops.kernel import tolerance
-from fastgen.optimizer.decoding.call import GenerateCall, Rollback, undo_of_tensors
-from fastgen.optimizer.decoding.cost_model import size_of
+from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.cost_model import CostModel, ModelSize, Work, size_of
 from fastgen.optimizer.decoding.model_info import ModelInfo
 from fastgen.optimizer.decoding.report import KEPT, PREFIX, Reason, check, that_hold
 from fastgen.optimizer.decoding.segmented_kv import KV
@@ -112,6 +112,11 @@ def column_names(arguments: dict[str, Any]) -> list[str]:
     return names[1:] if EMBEDS in names and names[0] == TOKENS else names
 
 
+def forward_of_prefix(costs: CostModel, size: ModelSize) -> tuple[Work, Work]:
+    """Returns what an additional forward for a common prefix takes, whatever it saves."""
+    return costs.prefill_once(size), size.step(1)
+
+
 def common_prefix_sync(checks: CallChecks, arguments: dict[str, Any], generation_config: Any) -> CommonPrefix | None:
     """Returns the common prefix of a prefill's rows if computing it once, or not at all, gains something.
 
@@ -126,7 +131,7 @@ def common_prefix_sync(checks: CallChecks, arguments: dict[str, Any], generation
     reuse = reuse_of(model)
 
     def gains(tokens: int) -> bool:
-        return tokens > 0 and costs.should_split_prefix(size, tokens)
+        return tokens > 0 and costs.pays(size.tokens(tokens), *forward_of_prefix(costs, size))
 
     if reuse is None and not gains((rows - 1) * (length - 1)):
         return None
@@ -228,10 +233,10 @@ def model_reasons(
         return [Reason("ROWS_COUPLED", facts.coupled)]
     types = arguments.get(TYPES)
     for kind in [None] if types is None else types.unique().tolist():
-        key = kind, prefix.padding is not None
-        if key not in facts.prefix_reasons:
-            facts.prefix_reasons[key] = _trial_reasons_sync(facts, forward, *_trial_of(prefix, arguments, kind))
-        if reasons := facts.prefix_reasons[key]:
+        key = PREFIX, kind, prefix.padding is not None
+        if key not in facts.proofs:
+            facts.proofs[key] = _trial_reasons_sync(facts, forward, *_trial_of(prefix, arguments, kind))
+        if reasons := facts.proofs[key]:
             return reasons
     return []
 
@@ -286,14 +291,7 @@ def _trial_reasons_sync(
 ) -> list[Reason]:
     """Returns what differs if a prefill of `_trial_of` is computed for its prefix first, and then for the rests."""
     cache: Any = kv_layers.cache_of(arguments)
-
-    def rollback() -> Rollback:
-        context = Rollback()
-        context.callback(kv_layers.undo_of(cache))
-        context.callback(undo_of_tensors(facts.modules.values()))
-        return context
-
-    with rollback():
+    with kv_layers.rollback_of(cache, facts.modules.values()):
         expected = forward(dict(arguments)).logits[:, -1]
         if not cache.layers or not all(layer.is_initialized for layer in cache.layers):
             return [Reason("NO_CACHE", "the model fills no cache")]
@@ -304,7 +302,7 @@ def _trial_reasons_sync(
     if not is_causal:
         return [Reason("NOT_CAUSAL", "keys and values of a token depend on later tokens")]
     try:
-        with rollback():
+        with kv_layers.rollback_of(cache, facts.modules.values()):
             forward(prefix.of_prefix(arguments))
             cache.batch_repeat_interleave(len(expected))
             logits = forward(prefix.of_rests(arguments)).logits[:, -1]

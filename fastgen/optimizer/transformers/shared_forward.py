@@ -25,6 +25,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from fastgen.models.cache_names import CACHE
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.cost_model import size_of
+from fastgen.optimizer.decoding.model_info import FEWER_ROWS
 from fastgen.optimizer.decoding.report import Reason
 from fastgen.optimizer.decoding.segmented_kv import KV, in_segments
 from fastgen.optimizer.transformers import checks, prefixes
@@ -98,15 +99,23 @@ def _without_surplus(states: Tensor) -> Tensor:
 
 
 class SharedForward:
-    """The forwards of a decoder-only model in one call. gives_positions: whether rows are passed their positions."""
+    """The forwards of a decoder-only model in one call.
+
+    gives_positions: whether rows are passed their positions. added: what a node of its own takes.
+    """
 
     gives_positions = False
 
     def __init__(self, call: GenerateCall, model: Any) -> None:
         self.call, self.model, self.size = call, model, size_of(model, checks.KNOWN)
+        self.added = prefixes.forward_of_prefix(call.costs, self.size)
         parameters = inspect.signature(model.forward).parameters
         self.accepted = set(parameters)
         self.takes_others = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+
+    def gains(self, saved_tokens: int) -> bool:
+        """Whether saving so many tokens is worth an additional forward."""
+        return self.call.costs.pays(self.size.tokens(saved_tokens), *self.added)
 
     def unsupported_reasons(self, length: int, tokens: Sequence[int] = (1, 1)) -> list[Reason]:
         """Returns why a forward of this model cannot be continued from another one, with gradients or without.
@@ -141,10 +150,11 @@ class SharedForward:
         def forward(tried: dict[str, Any]) -> Any:
             before = facts.row_tensors()
             outputs = self.model(**prefixes.without_cached_columns(tried), use_cache=True)
-            facts.row_states = of_call.row_states({rows}, before) or facts.row_states
+            if reasons := of_call.row_states({rows}, before):
+                facts.proofs[FEWER_ROWS] = reasons
             return outputs
 
-        return prefixes.model_reasons(facts, forward, prefix, arguments) or facts.row_states or []
+        return prefixes.model_reasons(facts, forward, prefix, arguments) or facts.proofs.get(FEWER_ROWS, [])
 
     @contextmanager
     def sharing(self) -> Iterator[None]:

@@ -95,7 +95,6 @@ class TokenScorer(SharedForward):
     def __init__(self, call: GenerateCall, model: Any, temperature: float, entropy: bool) -> None:
         super().__init__(call, model)
         self.temperature, self.entropy = temperature, entropy
-        self.gains = partial(call.costs.should_split_prefix, self.size)
 
     def shared_sync(self, input_ids: Tensor, mask: Tensor, columns: int) -> Scores:
         """Returns the scores of the last columns, with common beginnings computed once.

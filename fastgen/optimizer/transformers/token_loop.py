@@ -21,12 +21,12 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 from fastgen.config import CONFIG
 from fastgen.ops.probes import probe
 from fastgen.optimizer.decoding.captures import can_capture, unwanted_reasons
-from fastgen.optimizer.decoding.cost_model import size_of
+from fastgen.optimizer.decoding.cost_model import CostModel, ModelSize, Work, size_of
 from fastgen.optimizer.decoding.report import DRAFTS, LOOP, STEPS, Reason
 from fastgen.optimizer.transformers import compat
 from fastgen.optimizer.transformers.call import drop_unused_outputs
 from fastgen.optimizer.transformers.checks import CallChecks, HostModel, LoopArguments, current_call
-from fastgen.optimizer.transformers.decode_step import LateStopCheck, TransformersDecodeStep
+from fastgen.optimizer.transformers.decode_step import LateStopCheck, TransformersDecodeStep, is_worth_compacting
 from fastgen.optimizer.transformers.processors import writing_processors
 from fastgen.optimizer.transformers.row_draws import RowDraws
 
@@ -35,6 +35,10 @@ MOST_BITS = 1 << 20
 MIN_ELEMENTS_TO_DRAW = 1 << 17
 
 MANTISSA = (1 << 53) - 1  # the bits of a uniform double
+
+# Calls with fewer steps, or with more rows, get no drafts: the first row whose draft fails ends the draft of all.
+MIN_DRAFT_STEPS = 8
+MOST_DRAFT_ROWS = 8
 
 
 @drop_unused_outputs
@@ -85,7 +89,8 @@ def parts_of_loop(checks: CallChecks) -> tuple[bool, bool, bool]:
         return nothing
     rows, length = input_ids.shape
     steps = (config.max_length or 0) - length
-    compacts = call.costs.should_compact(size_of(model, checks.known_code), rows - 1, rows, steps, steps - 1)
+    size = size_of(model, checks.known_code)
+    compacts = is_worth_compacting(call.costs, size, rows - 1, rows, steps, steps - 1)
     compacts = compacts and _can_end_early(input_ids, criteria, config)
     unwanted = unwanted_reasons(call, input_ids.device, steps)
     call.report.add_reasons(STEPS, unwanted)
@@ -104,7 +109,15 @@ def _may_draft(checks: CallChecks, steps: int) -> bool:
     input_ids, arguments = checks.arguments.input_ids, checks.arguments.model_kwargs
     is_possible = input_ids.device.type == "cpu" and input_ids.dim() == 2 and arguments.get("use_cache")
     size = size_of(checks.model, checks.known_code)
-    return bool(is_possible) and compat.LAYERS_ARE_KNOWN and checks.call.costs.may_draft(size, len(input_ids), steps)
+    is_known = bool(is_possible) and compat.LAYERS_ARE_KNOWN
+    return is_known and is_worth_drafting(checks.call.costs, size, len(input_ids), steps)
+
+
+def is_worth_drafting(costs: CostModel, size: ModelSize, rows: int, steps: int) -> bool:
+    """Whether it is worthwhile to look for drafts in a call of so many steps."""
+    step = size.step(rows)
+    computes = costs.saves(step.computed, Work(costs.min_computed * step.modules))
+    return computes and steps >= MIN_DRAFT_STEPS and rows <= MOST_DRAFT_ROWS
 
 
 def _can_end_early(input_ids: Tensor, stopping_criteria: Any, config: Any) -> bool:

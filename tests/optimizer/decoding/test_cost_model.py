@@ -11,25 +11,47 @@ from reports import PREFILL, PROMPT, is_shared, left_alone_because
 from tiny_models import BEAMS, SAMPLES, padded, tiny, token_ids
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import DynamicCache
 
 import fastgen
-from fastgen.optimizer.decoding.cost_model import CPU, GPU, CostModel, ModelSize, size_of
-from fastgen.optimizer.transformers.checks import KNOWN
+from fastgen.optimizer.decoding.captures import is_worth_capturing
+from fastgen.optimizer.decoding.cost_model import CPU, GPU, CostModel, ModelSize, Work, size_of
+from fastgen.optimizer.decoding.faster_forwards import should_swap
+from fastgen.optimizer.decoding.kv_cache import should_share
+from fastgen.optimizer.transformers.checks import KNOWN, generate_call
+from fastgen.optimizer.transformers.decode_step import is_worth_compacting
+from fastgen.optimizer.transformers.kv_layers import Storage, plan_adoption
+from fastgen.optimizer.transformers.token_loop import is_worth_drafting
 from fastgen.testing import configured
 
 COSTS = CostModel()
 CUDA = torch.device("cuda")
-GPT2_SMALL = ModelSize(modules=150, weights=85_000_000, step=123_000_000, large=0, itemsize=4)
+GPT2_SMALL = ModelSize(modules=150, weights=85_000_000, step_weights=123_000_000, large=0, itemsize=4)
 # As measured on an H200: 7.8 ms a step, a new graph worthwhile from 24 steps on.
-LLAMA_8B_8_LAYERS = ModelSize(111, weights=1_745_000_000, step=2_270_000_000, large=0, itemsize=2)
+LLAMA_8B_8_LAYERS = ModelSize(111, weights=1_745_000_000, step_weights=2_270_000_000, large=0, itemsize=2)
 REPEATED = {"input_ids": token_ids(1, 9).expand(6, 9).contiguous()}
 
 
+def should_prefill_once(size: ModelSize, tokens: int) -> bool:
+    return COSTS.pays(size.tokens(tokens), COSTS.prefill_once(size))
+
+
+def test_a_gpu_computes_beside_the_host():
+    work = Work(modules=10, bytes=1e9)
+    host, computed = COSTS.seconds(Work(modules=10)), COSTS.seconds(work.computed)
+    assert COSTS.seconds(work) == pytest.approx(host + computed)
+    assert COSTS.seconds(work, CUDA) == pytest.approx(max(10 * GPU.module, 1e9 / GPU.bytes))
+
+
 def test_tiny_models_and_short_calls_look_for_no_drafts():
-    demo = ModelSize(modules=98, weights=786_432, step=914_432, large=0, itemsize=4)
-    assert COSTS.may_draft(GPT2_SMALL, rows=1, steps=8) and COSTS.may_draft(GPT2_SMALL, rows=8, steps=256)
-    assert not COSTS.may_draft(GPT2_SMALL, rows=1, steps=7) and not COSTS.may_draft(GPT2_SMALL, rows=9, steps=256)
-    assert not COSTS.may_draft(demo, rows=1, steps=256)
+    demo = ModelSize(modules=98, weights=786_432, step_weights=914_432, large=0, itemsize=4)
+    assert is_worth_drafting(COSTS, GPT2_SMALL, rows=1, steps=8) and is_worth_drafting(
+        COSTS, GPT2_SMALL, rows=8, steps=256
+    )
+    assert not is_worth_drafting(COSTS, GPT2_SMALL, rows=1, steps=7) and not is_worth_drafting(
+        COSTS, GPT2_SMALL, rows=9, steps=256
+    )
+    assert not is_worth_drafting(COSTS, demo, rows=1, steps=256)
 
 
 @pytest.fixture
@@ -49,13 +71,13 @@ def test_small_calls_are_left_alone_before_any_comparison(name, nothing_is_compa
 
 
 def test_the_reason_gives_the_numbers():
-    size = ModelSize(modules=10, weights=2000, step=0, large=0, itemsize=4)
-    assert not COSTS.should_prefill_once(size, 50) and COSTS.should_prefill_once(size, 50_000)
+    size = ModelSize(modules=10, weights=2000, step_weights=0, large=0, itemsize=4)
+    assert not should_prefill_once(size, 50) and should_prefill_once(size, 50_000)
     model = tiny("llama")
     model.generate(**padded(9, 5), **BEAMS)
     [reason] = [reason for _, reason in fastgen.explain().not_done if reason.code == "TOO_SMALL"]
     size = size_of(model, KNOWN)
-    saved, overhead = COSTS.seconds_of_prefill(size, 36) * 1e3, COSTS.overhead_of_prefill_once(size) * 1e3
+    saved, overhead = (COSTS.seconds(work) * 1e3 for work in (size.tokens(36), COSTS.prefill_once(size)))
     costs_of_both = f"save about {saved:.2f} ms, the overhead is {overhead:.2f} ms"
     assert reason.detail == f"36 tokens fewer {costs_of_both}"
 
@@ -91,25 +113,25 @@ def test_rows_that_the_caller_repeated_are_compared_once(share_always):
 
 def test_the_size_counts_the_weights_that_tokens_multiply():
     model = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 16), nn.Linear(8, 100, bias=False), nn.LayerNorm(8))
-    assert size_of(model, KNOWN) == ModelSize(modules=5, weights=128, step=928, large=0, itemsize=4)
+    assert size_of(model, KNOWN) == ModelSize(modules=5, weights=128, step_weights=928, large=0, itemsize=4)
 
 
 def test_a_graph_pays_if_steps_are_many_and_short():
     size = GPT2_SMALL
-    assert COSTS.should_capture(size, rows=1, steps=40, is_captured=False)
-    assert not COSTS.should_capture(size, rows=1, steps=16, is_captured=False)
-    assert COSTS.should_capture(size, rows=1, steps=16, is_captured=True)
-    assert not COSTS.should_capture(size, rows=256, steps=40, is_captured=True)
-    assert COSTS.should_capture(size, rows=256, steps=2000, is_captured=False)
+    assert is_worth_capturing(COSTS, size, 1, 40, False, torch.device("cpu"))
+    assert not is_worth_capturing(COSTS, size, 1, 16, False, torch.device("cpu"))
+    assert is_worth_capturing(COSTS, size, 1, 16, True, torch.device("cpu"))
+    assert not is_worth_capturing(COSTS, size, 256, 40, True, torch.device("cpu"))
+    assert is_worth_capturing(COSTS, size, 256, 2000, False, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("size", "new", "existing"), [(GPT2_SMALL, 21, 4), (LLAMA_8B_8_LAYERS, 24, 4)])
 def test_a_graph_pays_on_a_gpu_if_the_host_is_slower(size, new, existing):
     for is_captured, least in ((False, new), (True, existing)):
-        pays = {steps: COSTS.should_capture(size, 1, steps, is_captured, CUDA) for steps in range(1, 50)}
+        pays = {steps: is_worth_capturing(COSTS, size, 1, steps, is_captured, CUDA) for steps in range(1, 50)}
         assert [steps for steps, gains in pays.items() if gains] == list(range(least, 50))
-    assert COSTS.should_capture(size, 256, 40, True, CUDA)
-    assert not COSTS.should_capture(size, 100_000, 1000, True, CUDA)  # the device takes longer
+    assert is_worth_capturing(COSTS, size, 256, 40, True, CUDA)
+    assert not is_worth_capturing(COSTS, size, 100_000, 1000, True, CUDA)  # the device takes longer
 
 
 def test_the_size_is_measured_once_per_dtype():
@@ -144,10 +166,10 @@ def fake_keys(*shape: int, **kind) -> torch.Tensor:
 )
 def test_bytes_saved_decide_about_sharing_on_a_gpu(dtype, size, is_cross, part, steps, least):
     length, gpu = least[size] / part / (2 * 3 * 2 * 5 * 10 * size), {"dtype": dtype, "device": "cuda"}
-    call = {"rows_per_input": 4, "is_cross": is_cross, "is_captured": steps.get("is_captured", False)}
+    call = {"rows_per_copy": 4, "is_cross": is_cross, "is_captured": steps.get("is_captured", False)}
     with configured(share="auto", cuda_kernels=steps.get("kernels", True)):
-        assert COSTS.should_share(fake_keys(2, 5, int(1.01 * length), 10, **gpu), **call)
-        assert not COSTS.should_share(fake_keys(2, 5, int(0.99 * length), 10, **gpu), **call)
+        assert should_share(COSTS, fake_keys(2, 5, int(1.01 * length), 10, **gpu), **call)
+        assert not should_share(COSTS, fake_keys(2, 5, int(0.99 * length), 10, **gpu), **call)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
@@ -156,13 +178,14 @@ def test_elements_of_keys_decide_about_sharing_on_a_cpu(dtype, is_cross, least):
     length = least / (4 * 8 * 16)
     with configured(share="auto"):
         for is_captured in (False, True):
-            call = {"rows_per_input": 2, "is_cross": is_cross, "is_captured": is_captured}
-            assert COSTS.should_share(fake_keys(4, 8, int(1.01 * length), 16, dtype=dtype), **call)
-            assert not COSTS.should_share(fake_keys(4, 8, int(0.99 * length), 16, dtype=dtype), **call)
+            call = {"rows_per_copy": 2, "is_cross": is_cross, "is_captured": is_captured}
+            assert should_share(COSTS, fake_keys(4, 8, int(1.01 * length), 16, dtype=dtype), **call)
+            assert not should_share(COSTS, fake_keys(4, 8, int(0.99 * length), 16, dtype=dtype), **call)
 
 
 def test_rates_are_those_of_a_cpu_or_of_an_h200():
-    assert [COSTS.rates_of(torch.device(name)) for name in ("cpu", "cuda", "mps")] == [CPU, GPU, GPU]
+    read = {name: COSTS.seconds(Work(bytes=1e9), torch.device(name)) for name in ("cpu", "cuda", "mps")}
+    assert read == {"cpu": 1e9 / CPU.bytes, "cuda": 1e9 / GPU.bytes, "mps": 1e9 / GPU.bytes}
     assert str(CPU) == "16.8 µs a launch, 52 µs a module, 20 GB/s, 40 G multiply-adds/s"
 
 
@@ -170,8 +193,8 @@ def test_rates_are_those_of_a_cpu_or_of_an_h200():
 def test_rates_move_the_break_even(rate, part):
     slower, length = CostModel(rates=replace(GPU, **rate)), 240_000_000 * part / (2 * 3 * 2 * 5 * 10 * 4)
     with configured(share="auto"):
-        assert slower.should_share(fake_keys(2, 5, int(1.01 * length), 10, device="cuda"), rows_per_input=4)
-        assert not slower.should_share(fake_keys(2, 5, int(0.99 * length), 10, device="cuda"), rows_per_input=4)
+        assert should_share(slower, fake_keys(2, 5, int(1.01 * length), 10, device="cuda"), rows_per_copy=4)
+        assert not should_share(slower, fake_keys(2, 5, int(0.99 * length), 10, device="cuda"), rows_per_copy=4)
 
 
 @pytest.mark.parametrize(("modules", "weights"), [(10, 700), (33, 40_000), (150, 85_000_000), (400, 7_000_000_000)])
@@ -179,26 +202,31 @@ def test_the_break_even_of_a_prefill_is_that_of_small_calls(modules, weights):
     """In multiply-adds, 4 million and 1 million for each module (benchmarks/small.py)."""
     size, least = ModelSize(modules, weights, weights, 0, 4), (4 + modules) * (1 << 20) / weights
     with configured(share="auto"):
-        assert COSTS.should_prefill_once(size, ceil(1.01 * least))
-        assert not COSTS.should_prefill_once(size, int(0.99 * least))
+        assert should_prefill_once(size, ceil(1.01 * least))
+        assert not should_prefill_once(size, int(0.99 * least))
 
 
 def test_large_weights_are_65_536_a_module():
     for steps, least in ((20, 1 << 16), (None, 1 << 16), (1, 1 << 18)):
         large, small = (ModelSize(50, 0, 0, int(part * 50 * least), 4) for part in (1.01, 0.99))
-        assert COSTS.should_swap_forwards(large, steps) and not COSTS.should_swap_forwards(small, steps)
-    assert not COSTS.should_swap_forwards(ModelSize(1, 0, 0, 0, 4), 20)
+        assert should_swap(COSTS, large, steps) and not should_swap(COSTS, small, steps)
+    assert not should_swap(COSTS, ModelSize(1, 0, 0, 0, 4), 20)
 
 
 def test_batches_are_compacted_if_many_rows_and_steps_are_saved():
-    size = ModelSize(modules=10, weights=1_000_000, step=0, large=0, itemsize=4)  # the overhead is that of 15 tokens
-    assert COSTS.should_compact(size, leaving=4, rows=32, steps_done=20, steps_left=20)
-    assert not COSTS.should_compact(size, leaving=3, rows=32, steps_done=20, steps_left=20)
-    assert not COSTS.should_compact(size, leaving=4, rows=32, steps_done=20, steps_left=3)
-    assert COSTS.should_compact(size, leaving=4, rows=32, steps_done=1, steps_left=20)  # eight steps are expected
+    size = ModelSize(
+        modules=10, weights=1_000_000, step_weights=0, large=0, itemsize=4
+    )  # the overhead is that of 15 tokens
+    assert is_worth_compacting(COSTS, size, leaving=4, rows=32, steps_done=20, steps_left=20)
+    assert not is_worth_compacting(COSTS, size, leaving=3, rows=32, steps_done=20, steps_left=20)
+    assert not is_worth_compacting(COSTS, size, leaving=4, rows=32, steps_done=20, steps_left=3)
+    assert is_worth_compacting(COSTS, size, leaving=4, rows=32, steps_done=1, steps_left=20)  # eight steps are expected
 
 
 def test_keys_are_written_in_place_if_they_are_many():
     keys = torch.empty(2, 8, 32, 16)  # with 4 rows of an input, 4 * 2 * 8 * 16 elements a position
-    assert not COSTS.should_write_in_place(keys, rows_per_input=4, limit=190)
-    assert COSTS.should_write_in_place(keys, rows_per_input=4, limit=192)
+    cache = DynamicCache()
+    cache.update(keys, keys, 0)
+    with generate_call(tiny("llama")) as call, configured(share="never"):
+        plans = [plan_adoption(cache, 4, limit, call) for limit in (190, 192)]
+    assert [plan.storage for [plan] in plans] == [Storage.LIBRARYS, Storage.REPEATED]

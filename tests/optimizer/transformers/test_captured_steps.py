@@ -22,7 +22,8 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from versions import needs_peft
 
-from fastgen.optimizer.decoding.cost_model import CPU, CostModel
+from fastgen.optimizer.decoding import captures
+from fastgen.optimizer.decoding.cost_model import CPU
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
 from fastgen.testing import configured
 
@@ -325,14 +326,14 @@ def test_on_a_cpu_a_graph_must_save_more_than_it_costs():
         assert not_captured_because(report, "NOT_WORTH_CAPTURING", "14 steps of 12 rows would save less")
 
 
-class AfterManySteps(CostModel):
-    def should_capture(self, size, rows, steps, is_captured, device):
-        return is_captured or steps >= 40
+def after_many_steps(costs, size, rows, steps, is_captured, device) -> bool:
+    return is_captured or steps >= 40
 
 
-def test_calls_too_short_for_a_graph_share_one():
+def test_calls_too_short_for_a_graph_share_one(monkeypatch):
     model = tiny("gpt2")
-    with capturing("auto", smallest_capacity=64), costs(AfterManySteps):
+    monkeypatch.setattr(captures, "is_worth_capturing", after_many_steps)
+    with capturing("auto", smallest_capacity=64):
         counts = [captured(model, "gpt2", **{**GREEDY, "eos_token_id": None}) for _ in range(5)]
     assert counts == [0, 0, 0, 12, 13]
 

@@ -30,7 +30,6 @@ GRAPHS = pytest.mark.parametrize("cuda_graphs", ("off", "on"))
 @pytest.fixture(autouse=True)
 def drafts_are_tried(monkeypatch):
     """Lets no test depend on what another has proven, nor on what a forward costs."""
-    drafts._facts.clear()
     monkeypatch.setattr(drafts.DraftedSteps, "_cost", lambda self, rows, size: 1.0)
 
 

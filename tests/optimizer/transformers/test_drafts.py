@@ -16,7 +16,8 @@ from transformers import LogitsProcessor
 
 import fastgen
 from fastgen.models.cache_names import CACHE
-from fastgen.optimizer.decoding.cost_model import CPU_CAPTURES
+from fastgen.optimizer.decoding.cost_model import CPU_CAPTURES, ForwardTimes
+from fastgen.optimizer.decoding.model_info import last_facts_of
 from fastgen.optimizer.decoding.report import DRAFTS, Report
 from fastgen.optimizer.decoding.static_kv_cache import MOST_TOKENS, KVContent, StaticKVCache
 from fastgen.optimizer.transformers import drafts
@@ -46,7 +47,7 @@ GRAPHS = pytest.mark.parametrize("cuda_graphs", ("off", "on"))
 @pytest.fixture(autouse=True)
 def forgets_models(monkeypatch):
     """Lets no test depend on what another has proven, on times, or on the size of a model."""
-    drafts._facts.clear()
+    drafts._times.clear()
     monkeypatch.setattr(drafts.DraftedSteps, "_cost", lambda self, rows, size: 1.0)
     with costs(min_computed=0.0):
         yield
@@ -259,11 +260,12 @@ def test_forwards_far_slower_than_estimated_are_measured(cuda_graphs, monkeypatc
     monkeypatch.setattr(drafts.DraftedSteps, "_cost", COST)
     with capturing(cuda_graphs, drafts="auto"):
         assert forced(model, inputs).drafted
-        (facts,) = [facts for facts in drafts._facts[model].values() if facts.is_proven]
+        (proven,) = [kind for kind, reasons in last_facts_of(model).proofs.items() if kind[0] == DRAFTS and not reasons]
+        of_kind = drafts._times[model][proven]
         monkeypatch.setattr(drafts.DraftedSteps, "_timed", lambda self, size, run, *arguments: run(*arguments))
-        facts.seconds = times(eager=20.0, replayed=20.0)
+        of_kind.seconds = times(eager=20.0, replayed=20.0)
         assert not forced(model, inputs).drafted
-        facts.seconds = times(eager=1.0 if cuda_graphs == "off" else 20.0, replayed=1.0)
+        of_kind.seconds = times(eager=1.0 if cuda_graphs == "off" else 20.0, replayed=1.0)
         assert forced(model, inputs).drafted, "slow forwards without a replay say nothing of replays"
 
 
@@ -271,7 +273,7 @@ def times(eager: float, replayed: float) -> dict[tuple[int, int, str], tuple[flo
     """Returns measured times of forwards of several tokens, in steps of one token."""
     kinds = ("eager", eager), ("replay", replayed)
     return {
-        (1, size, path): (drafts.MIN_MEASUREMENTS, seconds if size > 1 else 1.0)
+        (1, size, path): (ForwardTimes.LEAST, seconds if size > 1 else 1.0)
         for size in range(1, MOST_TOKENS + 1)
         for path, seconds in kinds
     }

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 import fastgen
 from fastgen.ops import no_repeat_ngram as ngram_op
-from fastgen.ops.flash_attention import FlashAttention
+from fastgen.ops.cpu_attention import FlashAttention
 from fastgen.ops.no_repeat_ngram.kernels import KERNELS
 from fastgen.ops.shared_attention import shared_attention
 

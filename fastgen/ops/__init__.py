@@ -15,15 +15,15 @@ from importlib.util import find_spec
 
 from fastgen.ops.kernel import Kernel
 
-# The module that defines each operation's KERNELS.
+# The module that defines each operation's KERNELS, or "module:name" if they have another name.
 OPERATIONS = {
     "shared attention": "shared_attention",
-    "flash attention": "flash_attention",
+    "flash attention": "cpu_attention",
     "cpu linear": "cpu_linear",
     "fused activation": "lookup",
     "RMS norm": "rms_norm",
-    "beam top k": "beam_top_k",
-    "move rows": "move_rows",
+    "beam top k": "beams",
+    "move rows": "beams:MOVE_KERNELS",
     "checksums": "checksums",
     "no-repeat n-gram": "no_repeat_ngram.kernels",
 }
@@ -33,7 +33,11 @@ def kernels() -> dict[str, tuple[Kernel, ...]]:
     """Returns the kernels of each operation by its name, torch's own last."""
     if not find_spec("torch"):
         return dict.fromkeys(OPERATIONS, (Kernel("all", lambda: ["torch is not installed"], lambda: None),))
-    return {name: import_module(f"{__name__}.{module}").KERNELS for name, module in OPERATIONS.items()}
+    kernels_of = {}
+    for operation, path in OPERATIONS.items():
+        module, _, name = path.partition(":")
+        kernels_of[operation] = getattr(import_module(f"{__name__}.{module}"), name or "KERNELS")
+    return kernels_of
 
 
 @functools.cache

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from fastgen.ops import few_queries, lookup, rms_norm, simd
-from fastgen.ops.cpu_linear import skinny_gemm
+from fastgen.ops import cpu_attention, cpu_linear, lookup, rms_norm, simd
 from fastgen.ops.fusion import fused
 from fastgen.ops.tracing import Diverged, Memory, NotRepeatable, TracedCall, Tracer, memories_of, memory_of
 
@@ -47,7 +46,7 @@ def capture(function: Callable[[], Any]) -> tuple[Callable[[], Any], int, set[Me
         raise NotRepeatable("it draws random numbers")
     returned = memories_of(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
     calls = _without_repeats(_without_unused(tracer.calls, returned), returned)
-    calls = fused(calls, output, [*rms_norm.fusions(), *skinny_gemm.fusions()])
+    calls = fused(calls, output, [*rms_norm.fusions(), *cpu_linear.fusions()])
     needed, constant = _needed(calls)
     share_buffers(calls, returned | constant)
     storages = [tensor.untyped_storage() for call in needed for tensor in call.outputs if not call.writes]
@@ -143,8 +142,8 @@ _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
 # For fastgen's operations, by name: returns a function that writes the result into an existing tensor.
 _KERNELS: dict[str, Callable[..., partial[None]]] = {
-    skinny_gemm.OPERATION: skinny_gemm.call_into,
-    few_queries.OPERATION: few_queries.call_into,
+    cpu_linear.SKINNY_LINEAR: cpu_linear.product_into,
+    cpu_attention.OPERATION: cpu_attention.call_into,
     rms_norm.OPERATION: rms_norm.call_into,
     lookup.OPERATION: lookup.call_into,
 }
@@ -167,8 +166,8 @@ def repetition_of(call: TracedCall) -> Repetition:
     kernel = None
     if (call_into := _KERNELS.get(name)) is not None:
         kernel = call_into(call.result, *call.args)
-    elif name in few_queries.SDPA:
-        kernel = few_queries.sdpa_into(call.operation, call.outputs[0], call.args, call.kwargs)
+    elif name in cpu_attention.SDPA:
+        kernel = cpu_attention.sdpa_into(call.operation, call.outputs[0], call.args, call.kwargs)
     if kernel is not None:
         return kernel.func, kernel.args, {}
     form, outs = _form_with_out(call.operation)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fastgen.ops import few_queries, flash_attention, prompt_attention, simd
+from fastgen.ops import cpu_attention, prompt_attention, simd
 from fastgen.ops.folding import fold, fold_mask, unfold
 from fastgen.ops.kernel import Kernel, first_supported, triton_reasons
 from fastgen.ops.probes import probe
@@ -241,7 +241,7 @@ def _hides_nan(scores: Tensor) -> bool:
     Its flash attention does so on a CPU, for keys and values of one width, without a mask, for fewer keys than a vector
     register holds: it finds the largest score with comparisons, which are false for NaN.
     """
-    few = scores.device.type == "cpu" and scores.shape[-1] < few_queries.MIN_KEYS_WITHOUT_MASK
+    few = scores.device.type == "cpu" and scores.shape[-1] < cpu_attention.MIN_KEYS_WITHOUT_MASK
     return few and _gives_zeros_for_nan(scores.shape[-1], scores.dtype, torch.backends.cuda.flash_sdp_enabled())
 
 
@@ -254,11 +254,14 @@ def _gives_zeros_for_nan(keys: int, dtype: torch.dtype, flash: bool) -> bool:
 
 _COUNTED_AS = ("scaled_dot_product_attention", "matmul", "shared_attention")
 _kernel = functools.partial(Kernel, task="rows that share keys and values", counted_as=_COUNTED_AS)
+_on_cpu = functools.partial(_kernel, unsupported_reasons=simd.machine_reasons, device="cpu")
 TRITON = _kernel("Triton", triton_reasons, _attend_in_triton, "cuda", _can_attend_in_triton)
+MANY = _on_cpu("C++ many queries", run=cpu_attention.attend_many, supports=cpu_attention.can_attend_many)
+FEW = _on_cpu("C++ few queries", run=cpu_attention.attend_few, supports=cpu_attention.can_attend_few)
 KERNELS = (
     TRITON,
-    _kernel("C++ many queries", simd.machine_reasons, flash_attention.attention, "cpu", flash_attention.can_attend),
-    _kernel("C++ few queries", simd.machine_reasons, few_queries.attention, "cpu", few_queries.can_attend),
+    MANY,
+    FEW,
     _kernel("torch's flash", list, _attend_with_gradients, "cpu", prompt_attention.can_attend),
     _kernel("torch", list, attention_by_products),
 )

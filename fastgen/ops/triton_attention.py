@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastgen.ops.few_queries import are_plain
+from fastgen.ops.cpu_attention import are_plain
 from fastgen.ops.shared_attention import Bounds
 
 DTYPES = (torch.float16, torch.bfloat16)  # fp32 works as well, but torch's products are faster

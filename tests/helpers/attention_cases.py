@@ -39,10 +39,10 @@ def random_case(copies, lengths, groups, kv_heads, length, width, value_width, m
 
 
 def check_attention(kernel, query, keys, values, mask, scale=0.3, **options):
-    """Compares a kernel with attention in fp64. kernel: the module; options: of its `attention`."""
+    """Compares a kernel with attention in fp64. options: of its `run`."""
     with torch.no_grad():
-        assert kernel.can_attend(query, keys, values, mask)
-        output = kernel.attention(query, keys, values, mask, scale, **options)
+        assert kernel.supports(query, keys, values, mask)
+        output = kernel.run(query, keys, values, mask, scale, **options)
         wide = mask if mask is None or mask.dtype == torch.bool else mask.double()
         if options.get("is_causal"):
             wide = torch.ones(query.shape[2], keys[0].shape[2], dtype=torch.bool).tril()

@@ -71,10 +71,10 @@ def install(path: Path | str) -> None:
 
 def attend_in_one_kernel(does: bool) -> None:
     """Puts one kernel, with the definition's results, in the place of those in Triton, or makes Triton unsupported."""
-    from fastgen.ops import few_queries, shared_attention
+    from fastgen.ops import cpu_attention, shared_attention
 
     def can_attend(query: torch.Tensor, keys: Any, values: Any, mask: torch.Tensor | None) -> bool:
-        return type(mask) in (type(None), torch.Tensor) and few_queries.are_plain(query, keys, values)
+        return type(mask) in (type(None), torch.Tensor) and cpu_attention.are_plain(query, keys, values)
 
     def attention(query: torch.Tensor, *others: Any) -> torch.Tensor:
         *arguments, bounds = others

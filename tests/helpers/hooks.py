@@ -91,7 +91,7 @@ PARTS = {
 LIMITS = {
     "smallest_capacity": f"{_DECODING}.static_kv_cache:SMALLEST_CAPACITY",
     "most_graphs": f"{_DECODING}.captures:MOST_GRAPHS",
-    "beams_of_part": "fastgen.ops.beam_top_k:PART",
+    "beams_of_part": "fastgen.ops.beams:PART",
     "min_elements_of_thread": "fastgen.ops.rms_norm:MIN_ELEMENTS_OF_THREAD",
     "min_elements_to_draw": f"{_TRANSFORMERS}.token_loop:MIN_ELEMENTS_TO_DRAW",
 }

@@ -27,12 +27,11 @@ from simd_kernels import torch_threads
 from torch import Tensor
 from torch.nn import functional
 
-from fastgen.ops import beam_top_k, few_queries, flash_attention, lookup, move_rows, rms_norm, simd
-from fastgen.ops.cpu_linear import skinny_gemm
+from fastgen.ops import beams, cpu_linear, lookup, rms_norm, simd
 from fastgen.ops.kernel import tolerance
 from fastgen.ops.no_repeat_ngram import kernels as ngram_kernels
 from fastgen.ops.no_repeat_ngram import reference
-from fastgen.ops.shared_attention import attention_by_products
+from fastgen.ops.shared_attention import FEW, MANY, attention_by_products
 
 Blocks = list[tuple[bytes, list[tuple[int, int, int]]]]  # bytes, and where, of which block, which byte an address is of
 PRODUCTS = [(1, 3), (4, 700), (7, 64), (12, 257), (16, 300), (25, 33), (65, 700)]  # rows, in_features
@@ -115,18 +114,18 @@ def _products() -> Iterator[KernelCase]:
                     expected = expected if added is None else expected.to(dtype).double() + added.double()
                     inputs = [x for x in (states, weight, bias, added) if x is not None]
                     arguments = states, weight, bias, added, is_rectified
-                    yield _case(lambda them=arguments: skinny_gemm._skinny_linear(*them), inputs, expected)
+                    yield _case(lambda them=arguments: cpu_linear._skinny_linear(*them), inputs, expected)
     weight = torch.ones(3, 64)
     weight[0, 5], weight[1, 7] = torch.nan, torch.inf
     states = torch.ones(2, 64)
-    yield _case(lambda: skinny_gemm._skinny_linear(states, weight, None), [states, weight], states @ weight.t())
+    yield _case(lambda: cpu_linear._skinny_linear(states, weight, None), [states, weight], states @ weight.t())
 
 
 def _attentions(count: int = 40) -> Iterator[KernelCase]:
     draw = random.Random(0).choice
     for kernel, lengths, queries in (
-        (few_queries, (1, 7, 8, 17, 31, 100), (1, 2)),
-        (flash_attention, (32, 63, 129), (33, 65)),
+        (FEW, (1, 7, 8, 17, 31, 100), (1, 2)),
+        (MANY, (32, 63, 129), (33, 65)),
     ):
         for seed in range(count):
             copies, mask, dtype = draw(ALL_COPIES), draw(ALL_MASKS), draw(simd.DTYPES)
@@ -139,7 +138,7 @@ def _attentions(count: int = 40) -> Iterator[KernelCase]:
             yield _attention(kernel, *_hidden(lengths[-1], queries[-1], dtype))
     for dtype in simd.DTYPES:
         case = random_case((1,), (133,), 2, 3, 65, 80, 80, None, dtype)
-        yield _attention(flash_attention, *case, is_causal=True)
+        yield _attention(MANY, *case, is_causal=True)
 
 
 def _hidden(keys: int, length: int, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -158,7 +157,7 @@ def _attention(kernel: Any, query: Tensor, keys: Any, values: Any, mask: Tensor 
     doubles = query.double(), [one.double() for one in keys], [one.double() for one in values]
     inputs = [query, *keys, *values, *([] if mask is None else [mask])]
     expected = attention_by_products(*doubles, wide, 0.3)
-    return _case(lambda: kernel.attention(query, keys, values, mask, 0.3, **options), inputs, expected)
+    return _case(lambda: kernel.run(query, keys, values, mask, 0.3, **options), inputs, expected)
 
 
 def _norms() -> Iterator[KernelCase]:
@@ -181,14 +180,14 @@ def _exact() -> Iterator[KernelCase]:
         moved, inputs = states[:, :, :, 1:6], [states, beam_idx]
         expected = states.clone()
         expected[:, :, :, 1:6] = moved.index_select(1, beam_idx)
-        yield _case(lambda them=([moved], beam_idx): move_rows._move(*them), inputs, expected, is_exact=True)
+        yield _case(lambda them=([moved], beam_idx): beams._move(*them), inputs, expected, is_exact=True)
     for vocabulary, digits in ((200, 0), (256, None), (1001, 0)):
         log_probs = functional.log_softmax(3 * torch.randn(8, vocabulary), dim=-1)
         log_probs = log_probs if digits is None else log_probs.round(decimals=digits)
         beam_scores = -torch.rand(2, 4).cumsum(1)
-        expected = beam_top_k.best_in_one_stage(log_probs, beam_scores, 8)
+        expected = beams.best_in_one_stage(log_probs, beam_scores, 8)
         inputs = [log_probs, beam_scores]
-        yield _case(lambda them=inputs: beam_top_k._choose(*them, 8), inputs, tuple(expected), is_exact=True)
+        yield _case(lambda them=inputs: beams._choose(*them, 8), inputs, tuple(expected), is_exact=True)
     for dtype in simd.DTYPES:
         for source in (None, torch.randint(0, 3, (2, 40))):
             scores, tokens = torch.randn(4, 20).to(dtype), torch.randint(0, 3, (4, 30), dtype=torch.int64)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from simd_kernels import needs_library, torch_threads
 from torch.nn import functional
 
-from fastgen.ops import beam_top_k
-from fastgen.ops.beam_top_k import best_in_one_stage, best_of_all, best_of_allowed
+from fastgen.ops import beams as kernels
+from fastgen.ops.beams import best_in_one_stage, best_of_all, best_of_allowed
 
 SHAPES = {"inputs": st.integers(1, 3), "beams": st.integers(1, 12), "seed": st.integers(0, 10**6)}
 
@@ -55,7 +55,7 @@ def check(inputs: int, beams: int, vocabulary: int, k: int, digits: int | None, 
     log_probs.masked_fill_(torch.rand_like(log_probs) < 0.2, -torch.inf)
     beam_scores = scores_of_beams(inputs, beams, in_race)
     with torch_threads(threads):
-        choice = beam_top_k._choose(log_probs, beam_scores, k)
+        choice = kernels._choose(log_probs, beam_scores, k)
     assert all(map(torch.equal, choice, best_in_one_stage(log_probs, beam_scores, k)))
 
 
@@ -106,7 +106,7 @@ def test_two_stages_in_parts_choose_as_one_stage(has_processors, digits):
     ],
 )
 def test_torch_chooses_if_the_kernel_has_another_order(k, dtype, keeps_order, is_asked, monkeypatch):
-    monkeypatch.setattr(beam_top_k, "_chooses_as_torch", lambda: keeps_order)
+    monkeypatch.setattr(kernels, "_chooses_as_torch", lambda: keeps_order)
     logits, beam_scores = torch.randn(4, 1000, dtype=dtype), torch.zeros(1, 4, dtype=dtype)
     expected = best_in_one_stage(functional.log_softmax(logits, dim=-1), beam_scores, k)
     with watched("top k in one stage") as in_one_stage:
@@ -118,7 +118,7 @@ def test_equal_scores_are_declined_if_torch_has_no_order(monkeypatch):
     logits, beam_scores = torch.zeros(2, 200), torch.tensor([[0.0, -1.0]])
     allowed = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([3, 4, 5, 3, 4, 5])
     assert best_of_allowed(logits, beam_scores, *allowed, 4) is not None
-    monkeypatch.setattr(beam_top_k, "keeps_order", lambda: False)
+    monkeypatch.setattr(kernels, "keeps_order", lambda: False)
     assert best_of_allowed(logits, beam_scores, *allowed, 4) is None
 
 

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from fastgen.ops import cpu_graph, few_queries, simd
+from fastgen.ops import cpu_attention, cpu_graph, cpu_linear, simd
 from fastgen.ops.cpu_graph import capture
-from fastgen.ops.cpu_linear import skinny_gemm
 from fastgen.ops.tracing import NotRepeatable
 from fastgen.optimizer.decoding.segmented_kv import SegmentedKV
 
@@ -66,8 +65,8 @@ def test_products_of_few_rows_are_replayed_on_moved_weights():
     layer, states = nn.Linear(16, 24), torch.randn(3, 16)
 
     def run() -> Tensor:
-        return skinny_gemm.skinny_linear(
-            skinny_gemm.skinny_linear(states, layer.weight, layer.bias)[:, :16].clone(), square
+        return cpu_linear.skinny_linear(
+            cpu_linear.skinny_linear(states, layer.weight, layer.bias)[:, :16].clone(), square
         )
 
     square = torch.randn(16, 16)
@@ -79,12 +78,12 @@ def test_products_of_few_rows_are_replayed_on_moved_weights():
 
 @needs_library
 @pytest.mark.usefixtures("without_gradients")
-@pytest.mark.parametrize("queries", [1, few_queries.MOST_QUERIES + 1])
+@pytest.mark.parametrize("queries", [1, cpu_attention.MOST_QUERIES + 1])
 def test_attention_of_few_queries_is_replayed_by_its_kernel(queries, monkeypatch):
     """The cache is a plain one, which torch's attention sees in one piece."""
     used = []
-    attend = few_queries.call_into
-    monkeypatch.setattr(few_queries, "call_into", lambda *args: used.append(args) or attend(*args))
+    attend = cpu_attention.call_into
+    monkeypatch.setattr(cpu_attention, "call_into", lambda *args: used.append(args) or attend(*args))
     query = torch.randn(3, queries, 4, 16).transpose(1, 2)
     keys, values, mask = torch.randn(3, 4, 40, 16), torch.randn(3, 4, 40, 16), torch.randn(3, 1, 1, 40)
 
@@ -180,8 +179,8 @@ def test_products_do_the_relu_and_the_sum_after_them(dtype, is_transposed):
     states = torch.randn(5, 40).to(dtype)
 
     def run() -> Tensor:
-        hidden = skinny_gemm.skinny_linear(states, weights[0], up.bias).relu()
-        return states + skinny_gemm.skinny_linear(hidden, weights[1])
+        hidden = cpu_linear.skinny_linear(states, weights[0], up.bias).relu()
+        return states + cpu_linear.skinny_linear(hidden, weights[1])
 
     assert calls_of(run) == ["fastgen::skinny_linear"] * 2
     with torch.no_grad():
@@ -196,7 +195,7 @@ def test_products_with_other_users_are_not_fused():
     layer, states = nn.Linear(8, 8), torch.randn(3, 8)
 
     def product() -> Tensor:
-        return skinny_gemm.skinny_linear(states, layer.weight)
+        return cpu_linear.skinny_linear(states, layer.weight)
 
     def used_twice() -> Tensor:
         states_up = product()

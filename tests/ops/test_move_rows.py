@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from simd_kernels import torch_threads
 
 from fastgen.ops import simd
-from fastgen.ops.move_rows import move_rows
+from fastgen.ops.beams import move_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

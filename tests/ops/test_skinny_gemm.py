@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from simd_kernels import needs_library, torch_threads
 from torch.nn import functional
 
-from fastgen.ops import simd
-from fastgen.ops.cpu_linear import skinny_gemm
+from fastgen.ops import cpu_linear, simd
 
 ROWS = st.sampled_from((1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 16, 24, 25, 63, 64, 65, 130))
 IN = st.sampled_from((1, 3, 7, 8, 9, 16, 17, 33, 64, 255, 256, 257, 300, 700))
@@ -47,7 +46,7 @@ def test_sums_of_half_the_bytes_are_rounded_once(rows, in_features, out_features
     weight = torch.randn(in_features, out_features).t() if is_transposed else torch.randn(out_features, in_features)
     weight, states = weight.to(dtype), torch.randn(rows, in_features).to(dtype)
     expected = states.double() @ weight.double().t()
-    output = skinny_gemm.skinny_linear(states, weight).double()
+    output = cpu_linear.skinny_linear(states, weight).double()
     of_sums = 1e-6 * (states.double().abs() @ weight.double().abs().t())
     of_rounding = (expected.abs() + torch.finfo(dtype).smallest_normal) * torch.finfo(dtype).eps / 2
     assert ((output - expected).abs() <= of_rounding + of_sums).all()
@@ -59,7 +58,7 @@ def test_nan_and_infinite_weights_give_what_torch_gives(dtype):
     states = torch.ones(2, 64).to(dtype)
     weight = torch.ones(3, 64).to(dtype)
     weight[0, 5], weight[1, 7] = float("nan"), float("inf")
-    output = skinny_gemm.skinny_linear(states, weight)
+    output = cpu_linear.skinny_linear(states, weight)
     assert output[:, 0].isnan().all() and output[:, 1].isposinf().all() and (output[:, 2] == 64).all()
 
 
@@ -73,7 +72,7 @@ def test_without_the_openmp_of_torch_it_runs_in_one_thread(monkeypatch):
     finally:
         monkeypatch.undo()
         simd.function.__wrapped__(
-            "skinny_gemm", torch.float32, skinny_gemm._ARGUMENTS
+            "skinny_gemm", torch.float32, cpu_linear._ARGUMENTS
         )  # gives the library torch's threads again
 
 
@@ -81,9 +80,9 @@ def test_without_the_openmp_of_torch_it_runs_in_one_thread(monkeypatch):
 def test_inside_another_team_of_threads_nothing_is_left_out():
     """Inside a parallel region OpenMP gives fewer threads than are asked for."""
     states, weight = torch.randn(16, 256), torch.randn(513, 256)
-    expected, outputs = skinny_gemm.skinny_linear(states, weight), []
+    expected, outputs = cpu_linear.skinny_linear(states, weight), []
     openmp = ctypes.CDLL(str(next(Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"))))
-    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: outputs.append(skinny_gemm.skinny_linear(states, weight)))
+    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: outputs.append(cpu_linear.skinny_linear(states, weight)))
     openmp.GOMP_parallel(run, None, 2, 0)
     assert len(outputs) == 2 and all(torch.equal(output, expected) for output in outputs)
 
@@ -105,8 +104,8 @@ def check(rows, in_features, out_features, is_transposed, with_bias, threads, dt
     bias = torch.randn(out_features).to(dtype) if with_bias else None
     states, weight = torch.randn(rows, in_features).to(dtype), weight.to(dtype)
     with torch_threads(threads):
-        output = skinny_gemm.skinny_linear(states, weight, bias)
-        last = skinny_gemm.skinny_linear(states[-1:], weight, bias)
+        output = cpu_linear.skinny_linear(states, weight, bias)
+        last = cpu_linear.skinny_linear(states[-1:], weight, bias)
     assert output.dtype == dtype
     expected = functional.linear(*(None if each is None else each.double() for each in (states, weight, bias)))
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 0.004, torch.float16: 0.0005}[dtype]

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fastgen.ops import cpu_linear, flash_attention
-from fastgen.ops.flash_attention import MIN_QUERIES, FlashAttention
+from fastgen.ops import cpu_attention, cpu_linear
+from fastgen.ops.cpu_attention import MIN_QUERIES, FlashAttention
 from fastgen.ops.tracing import is_watched
 from fastgen.optimizer.decoding.call import GenerateCall, current_call
 from fastgen.optimizer.decoding.cost_model import CostModel, ModelSize, Work
@@ -54,7 +54,7 @@ def faster_forwards(
     set on a module is not replaced.
     """
     forwards = {kind: faster for kind, faster in forwards.items() if packages_of(kind.forward) == packages_of(kind)}
-    attention_is_faster = not flash_attention.KERNELS[0].unsupported_reasons()
+    attention_is_faster = not cpu_attention.KERNELS[0].unsupported_reasons()
     swapped: list[FasterForward] = []
     with _LOCK:
         for module in itertools.chain(*models.values()):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fastgen.config import CONFIG
-from fastgen.ops.move_rows import move_rows
+from fastgen.ops.beams import move_rows
 from fastgen.optimizer.decoding.cost_model import CostModel, Work
 from fastgen.optimizer.decoding.report import LAYER_EMPTY, STEPS, LeaveAlone, Reason, check
 from fastgen.optimizer.decoding.segmented_kv import KV, SegmentedKV, Segments, cut, in_segments, length_of, materialized

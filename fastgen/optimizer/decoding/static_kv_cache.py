@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.ops.move_rows import move_rows
+from fastgen.ops.beams import move_rows
 from fastgen.ops.shared_attention import Bounds, can_follow_ancestors
 from fastgen.ops.tracing import UnderAutocast
 from fastgen.optimizer.decoding.report import STEPS, LeaveAlone, Reason, check

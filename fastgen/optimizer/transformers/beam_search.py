@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fastgen.ops.beam_top_k import Candidates, best_of_all, best_of_allowed, best_of_different
+from fastgen.ops.beams import Candidates, best_of_all, best_of_allowed, best_of_different
 from fastgen.optimizer.decoding.call import count
 from fastgen.optimizer.decoding.captures import can_capture
 from fastgen.optimizer.decoding.report import LOOP, Reason

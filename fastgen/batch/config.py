@@ -276,7 +276,11 @@ class BatchConfig:
         self._check_contradictions()
         self._check_settings()
         self._check_files()
-        dtype = "float16" if self.fp16 else "bfloat16" if self.bf16 else self.dtype
+        dtype = self.dtype
+        if self.fp16:
+            dtype = "float16"
+        elif self.bf16:
+            dtype = "bfloat16"
         vars(self).update(dtype=dtype, fp16=False, bf16=False)
 
     def _checked(self, name: str, accepts: Check, value: Any) -> Any:

@@ -129,7 +129,9 @@ def _class_of(args: BatchConfig, config: Any) -> Any:
         causal: (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "AutoModelForCausalLM"),
         **{f"with {args.named('task', task)}": names for task, names in sounds.items()},
     }
-    asked = f"with {args.setting('task')}" if args.task in sounds else causal if args.causal_lm else of_text
+    asked = causal if args.causal_lm else of_text
+    if args.task in sounds:
+        asked = f"with {args.setting('task')}"
     kind = config.model_type
     supported, name = classes[asked]
     if kind not in supported:

@@ -125,7 +125,9 @@ def _wide_encoding(raw: bytes) -> str | None:
         if raw.startswith(marks):
             return encoding
     is_wide = len(raw) > 3 and raw.strip(b"\0") and not (raw[::2].strip(b"\0") and raw[1::2].strip(b"\0"))
-    return "UTF-16" + ("LE" if raw[0] else "BE") if is_wide else None
+    if not is_wide:
+        return None
+    return "UTF-16LE" if raw[0] else "UTF-16BE"
 
 
 def looks_like_json(text: str) -> bool:

@@ -196,6 +196,13 @@ def _go_through(
         progress.close()
         if left := output.leave(resumable=not files.is_stream(args.input)):
             progress.say(left)
+    _say_what_was_done(task, asked, copied, progress)
+    progress.end()
+
+
+def _say_what_was_done(task: Task, asked: BatchConfig, copied: int, progress: Progress) -> None:
+    """Says what a user may want to know after a run. asked: the settings before MODEL was loaded."""
+    args = task.args
     if task.sounds is not None:
         progress.note(f"the sounds are in {task.sounds.folder}")
     if unused := sorted(getattr(task.input, "unused", ())):
@@ -205,7 +212,6 @@ def _go_through(
         progress.line(f"batches, chosen for MODEL and this machine: {sizes}")
     if copied:
         progress.line(f"not generated again, because an earlier one is equal: {counted(copied, 'input')}")
-    progress.end()
 
 
 def _complete(args: BatchConfig, output: StreamOutput) -> None:

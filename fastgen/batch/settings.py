@@ -49,12 +49,7 @@ def set_generation(loaded: Loaded, prefixes: tuple[str, ...] = ()) -> None:
     args = loaded.args
     own = loaded.model.generation_config
     setting_names = known_settings(loaded.model)
-    for key, value in (args.generation_config or {}).items():
-        if key not in setting_names and key not in METADATA:
-            hint = did_you_mean(key, setting_names, ACCEPTED)
-            loaded.notes.append(f"note: {args.named('generation_config')}: {key} changes nothing{hint}")
-        elif value is not None and key not in METADATA:
-            setattr(own, key, value)
+    _set_generation_config(loaded, setting_names)
     setting_names |= {prefix + name for prefix in prefixes for name in setting_names}
     for key, value in args.gen:
         if key not in setting_names:
@@ -90,6 +85,17 @@ def set_generation(loaded: Loaded, prefixes: tuple[str, ...] = ()) -> None:
         settings["tokenizer"] = loaded.tokenizer
 
 
+def _set_generation_config(loaded: Loaded, setting_names: set[str]) -> None:
+    """Sets the run's `generation_config` on the model; notes fields that change nothing."""
+    args = loaded.args
+    for key, value in (args.generation_config or {}).items():
+        if key not in setting_names and key not in METADATA:
+            hint = did_you_mean(key, setting_names, ACCEPTED)
+            loaded.notes.append(f"note: {args.named('generation_config')}: {key} changes nothing{hint}")
+        elif value is not None and key not in METADATA:
+            setattr(loaded.model.generation_config, key, value)
+
+
 def _task_params(loaded: Loaded) -> dict[str, Any]:
     """Returns the settings for the task in the model's config (task_specific_params), such as the prefix of T5.
 
@@ -113,7 +119,9 @@ def known_settings(model: Any) -> set[str]:
 
 def token_ids(value: int | list[int] | None) -> list[int]:
     """Returns the ids of a setting with one, several or none."""
-    return [] if value is None else [value] if isinstance(value, int) else list(value)
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
 
 
 def reasons_to_keep_file_order(loaded: Loaded) -> list[str]:

@@ -43,8 +43,10 @@ def task_for(args: BatchConfig) -> Task:
     """Returns the task of the settings. Raises InputError for settings that do not go with it."""
     if why := upgrade_reason(LOWEST["transformers"], "transformers"):
         raise InputError(why)
-    of_text = ChatTask if args.chat else CausalTask if args.causal_lm else TextTask
-    task = OF_SOUND.get(args.task or "", of_text)(args)
+    kind: type[Task] = CausalTask if args.causal_lm else TextTask
+    if args.chat:
+        kind = ChatTask
+    task = OF_SOUND.get(args.task or "", kind)(args)
     task.validate()
     return task
 
@@ -171,12 +173,11 @@ class Task:
             sequences = sequences[:, batch.inputs["input_ids"].shape[1] :]  # [B * R, N + T] -> [B * R, T]
         if len(sequences) % len(batch.items):
             raise RuntimeError(f"generate returned {len(sequences)} sequences for {len(batch.items)} inputs")
-        return GeneratedBatch(
-            batch.items,
-            sequences.cpu().numpy(),
-            None if scores is None else scores.tolist(),
-            segments=None if segments is None else [list(map(_segment, output)) for output in segments],
-        )
+        if scores is not None:
+            scores = scores.tolist()
+        if segments is not None:
+            segments = [list(map(_segment, output)) for output in segments]
+        return GeneratedBatch(batch.items, sequences.cpu().numpy(), scores, segments=segments)
 
     def call_model(self, batch: Batch, settings: dict[str, Any]) -> Any:
         """Returns the result of the model's generate for a batch."""

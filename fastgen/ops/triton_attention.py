@@ -223,13 +223,15 @@ def _padded(number: int) -> int:
 
 def _tile(queries: int, width: int, dtype: torch.dtype) -> int:
     """Returns the number of queries in a program's tile."""
-    return min(_padded(queries), 16 if dtype == torch.float32 else 32 if width > 128 else 64)
+    most = 32 if width > 128 else 64
+    return min(_padded(queries), 16 if dtype == torch.float32 else most)
 
 
 def _tuning(tile: int, width: int, dtype: torch.dtype) -> dict[str, int]:
     """Returns the number of keys loaded together and of warps, chosen so that a program spills no registers."""
-    is_large = width > 128 or dtype == torch.float32
-    return {"BLOCK": 32 if is_large else 64, "num_warps": 8 if tile * width >= 64 * 128 else 4}
+    block = 32 if width > 128 or dtype == torch.float32 else 64
+    warps = 8 if tile * width >= 64 * 128 else 4
+    return {"BLOCK": block, "num_warps": warps}
 
 
 def _chunk(work: int, device: torch.device) -> int:

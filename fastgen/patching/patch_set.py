@@ -228,25 +228,7 @@ class PatchSet:
             for record in records:
                 record.set("pending", _waiting_for(missing))
             return
-        targets: list[tuple[_Record, Target]] = []
-        unmet: dict[str, str] = {}
-        for record in records:
-            try:
-                target = record.target
-                if target is None or not target.still_buried():
-                    target = record.target = find_target(record.patch, self._modules[record.patch.module])
-                targets.append((record, target))
-            except Unmet as why:
-                unmet[record.patch.name] = str(why)
-        if unmet:
-            for record in records:
-                rest = f"{group} is applied all or none, without {', '.join(unmet)}"
-                record.set("skipped", unmet.get(record.patch.name, rest))
-            if group not in self._warned:
-                self._warned.add(group)
-                version = host_version(patch.host) or "without a version"
-                warn(f"fastgen leaves {group} to {patch.host} {version}: {'; '.join(unmet.values())}")
-            return
+        targets = self._targets_of(group)
         for record, target in targets:
             if target.installed is None:
                 target.install(self._wrapper(record, target))
@@ -258,6 +240,31 @@ class PatchSet:
                 self.direct.discard(record.patch.name)
             record.set("applied", "")
             logger.debug("fastgen applied %s", record.patch.name)
+
+    def _targets_of(self, group: str) -> list[tuple[_Record, Target]]:
+        """Returns the target of each patch; none, with a warning, if one is missing: a group is applied all or none."""
+        targets: list[tuple[_Record, Target]] = []
+        unmet: dict[str, str] = {}
+        records = self._groups[group]
+        for record in records:
+            try:
+                target = record.target
+                if target is None or not target.still_buried():
+                    target = record.target = find_target(record.patch, self._modules[record.patch.module])
+                targets.append((record, target))
+            except Unmet as why:
+                unmet[record.patch.name] = str(why)
+        if not unmet:
+            return targets
+        for record in records:
+            rest = f"{group} is applied all or none, without {', '.join(unmet)}"
+            record.set("skipped", unmet.get(record.patch.name, rest))
+        if group not in self._warned:
+            self._warned.add(group)
+            host = records[0].patch.host
+            version = host_version(host) or "without a version"
+            warn(f"fastgen leaves {group} to {host} {version}: {'; '.join(unmet.values())}")
+        return []
 
     def _is_imported(self, name: str) -> bool:
         module = sys.modules.get(name)

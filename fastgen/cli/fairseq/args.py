@@ -13,7 +13,7 @@ import pickle
 import traceback
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -121,7 +121,10 @@ def check(args: argparse.Namespace, workers: int, no_fastgen: bool) -> None:
 def run(cfg: Any, no_fastgen: bool, main: Callable[[Any], Any]) -> None:
     """Calls `main`, unpatched with no_fastgen. Raises InputError for errors of fairseq that can be explained."""
     try:
-        with fastgen.disabled() if no_fastgen else nullcontext(), allowed() if no_fastgen else nullcontext():
+        with ExitStack() as contexts:
+            if no_fastgen:
+                contexts.enter_context(fastgen.disabled())
+                contexts.enter_context(allowed())
             main(cfg)
     except BrokenProcessPool as error:
         raise RunError("a worker process was ended before its work was done") from error

@@ -6,7 +6,7 @@ Tests: tests/cli/fairseq/test_cli_fairseq_output.py
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -20,11 +20,11 @@ class Hypothesis(NamedTuple):
     """The printed fields of a hypothesis. Fields that no flag asks for are empty: they may be large."""
 
     tokens: list[int]
-    score: str
-    positional_scores: list[float]
-    alignment: Any
-    steps: str
-    history: list[list[int]]
+    score: str = ""
+    positional_scores: Sequence[float] = ()
+    alignment: Any = None
+    steps: str = ""
+    history: Sequence[list[int]] = ()
 
 
 class Sentence(NamedTuple):
@@ -78,15 +78,18 @@ class Printer:
 
     def _hypothesis(self, hypo: dict[str, Any]) -> Hypothesis:
         """Returns the printed fields; turns natural logarithms into those of base 2."""
-        alignment: Any = hypo["alignment"] if self.alignment_format or self.replacements is not None else None
-        return Hypothesis(
-            tokens=hypo["tokens"].tolist(),
-            score="" if self.quiet else f"{hypo['score'] / math.log(2)}",
-            positional_scores=[] if self.quiet else (hypo["positional_scores"] / math.log(2)).tolist(),
-            alignment=alignment.tolist() if torch.is_tensor(alignment) else alignment,
-            steps=f"{hypo['steps']}" if self.prints_steps else "",
-            history=[step["tokens"].tolist() for step in hypo["history"]] if self.prints_history else [],
-        )
+        fields = Hypothesis(hypo["tokens"].tolist())
+        if not self.quiet:
+            positional_scores = (hypo["positional_scores"] / math.log(2)).tolist()
+            fields = fields._replace(score=f"{hypo['score'] / math.log(2)}", positional_scores=positional_scores)
+        if self.alignment_format or self.replacements is not None:
+            alignment = hypo["alignment"]
+            fields = fields._replace(alignment=alignment.tolist() if torch.is_tensor(alignment) else alignment)
+        if self.prints_steps:
+            fields = fields._replace(steps=f"{hypo['steps']}")
+        if self.prints_history:
+            fields = fields._replace(history=[step["tokens"].tolist() for step in hypo["history"]])
+        return fields
 
     def lines(self, batch: list[Sentence]) -> tuple[str, list[Pair]]:
         """Returns the lines of a batch, and a pair for each sentence with a target."""

@@ -66,7 +66,9 @@ def describe(
     if encoder_tokens is not None:
         beams = tokens.shape[0] // encoder_tokens.shape[0]
         source = (encoder_tokens.data_ptr(), encoder_tokens.shape[1], *encoder_tokens.stride(), beams)
-    valid = (None, 0) if lengths is None else (lengths.data_ptr(), lengths.stride(0) if lengths.dim() else 0)
+    valid: tuple[int | None, int] = (None, 0)
+    if lengths is not None:
+        valid = (lengths.data_ptr(), lengths.stride(0) if lengths.dim() else 0)
     score_bytes, minus_infinity = _MINUS_INFINITY[scores.dtype]
     return NGramProblem(
         *(scores.data_ptr(), *scores.shape, *scores.stride()),

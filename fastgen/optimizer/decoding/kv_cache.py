@@ -49,7 +49,9 @@ def should_share(
     """
     is_cpu = keys.device.type == "cpu"
     has_kernel = not is_cpu and CONFIG.cuda_kernels and keys.dtype in (torch.float16, torch.bfloat16)
-    launches = (LAUNCHES_OF_KERNEL if is_captured and has_kernel else LAUNCHES) * (0.25 if is_cross else 1)
+    launches = LAUNCHES_OF_KERNEL if is_captured and has_kernel else LAUNCHES
+    if is_cross:
+        launches /= 4
     saved_bytes = 2 * keys.numel() * (rows_per_copy - 1) * (4 if is_cpu else keys.itemsize)
     added = Work(replayed=launches) if is_captured else Work(launches=launches)
     return costs.pays(Work(bytes=saved_bytes), added, device=keys.device)

@@ -232,10 +232,14 @@ class Report:
             return f"decode steps not captured, prompts not shared: {why_alone.text}"
         steps = "decode steps " + ("captured" if self.replays else "not captured")
         steps += "" if why_eager is None else f": {why_eager.text}"
-        not_shared = "prompts not shared: " + ("one row per input" if why_alone is None else why_alone.text)
-        prompts = " and ".join(done) + (" shared" if self.rows > 1 else " reused") if done else not_shared
-        drafts = [f"drafts saved {counted(self.steps_saved, 'step')}"] if self.steps_saved else []
-        return "; ".join([*drafts, *([steps] if self.has_steps else []), prompts])
+        if done:
+            prompts = " and ".join(done) + (" shared" if self.rows > 1 else " reused")
+        else:
+            prompts = "prompts not shared: " + ("one row per input" if why_alone is None else why_alone.text)
+        parts = [steps, prompts] if self.has_steps else [prompts]
+        if self.steps_saved:
+            parts.insert(0, f"drafts saved {counted(self.steps_saved, 'step')}")
+        return "; ".join(parts)
 
     def reason_for(self, part: str) -> Reason | None:
         """Returns the first reason why this part of the call was not done, or None."""

@@ -169,7 +169,9 @@ def _with_reused_sync(
     gains: returns whether saving so many tokens is worth a forward of their own.
     """
     rows = len(prompt_of(arguments))
-    asked = longest.length if reuse.head is None else reuse.head if reuse.head <= longest.length else 0
+    asked = longest.length
+    if reuse.head is not None:
+        asked = reuse.head if reuse.head <= longest.length else 0
     reused = 0
     layers = list[KV]()
     if asked > 1:

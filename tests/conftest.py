@@ -6,7 +6,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -33,23 +33,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+HOSTS = ("transformers.", "fairseq.", "trl.", "lm_eval.")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """With --write-contracts, everything is on whatever the sources, and those that are asked for are noted."""
+    """With --write-contracts, all sources of the hosts count as accepted, and those that are asked for are noted."""
     if session.config.option.write_contracts:
         from fastgen.optimizer import trust
 
-        session.config.sources = set()  # type: ignore[attr-defined]
-        trust.unknown_sources = lambda sources: session.config.sources.update(sources) or {}  # type: ignore
+        noted: set[str] = set()
+        unknown_sources = trust.unknown_sources
+
+        def unknown_of_tests(sources: Iterable[str]) -> dict[str, str | None]:
+            sources = {*sources}
+            noted.update(source for source in sources if source.startswith(HOSTS))
+            return unknown_sources(sources - noted)
+
+        trust.unknown_sources = unknown_of_tests
+        session.config.sources = noted  # type: ignore[attr-defined]
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if sources := getattr(session.config, "sources", set()):
+    if exitstatus == 0 and (sources := getattr(session.config, "sources", set())):
         from fastgen.optimizer import trust
 
-        hosts = ("transformers.", "fairseq.", "trl.", "lm_eval.")
-        if exitstatus == 0:
-            trust.accept(source for source in sources if source.startswith(hosts))
+        trust.accept(sources)
 
 
 @pytest.hookimpl(wrapper=True)

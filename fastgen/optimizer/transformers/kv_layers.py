@@ -71,19 +71,19 @@ class KVLayer(DynamicLayer):
         lambda self: self._read("values", 1), lambda self, values: setattr(self.to_dynamic_layer(), "values", values)
     )
 
-    def _must_be_dynamic(self) -> bool:
+    def must_be_dynamic(self) -> bool:
         """Whether user code may hold the materialized content, and write into it."""
         return self.user_code and self.kv.was_materialized(self.index)
 
     def _read(self, name: str, which: int) -> Tensor:
-        if not self._must_be_dynamic():
+        if not self.must_be_dynamic():
             states = self.kv.read(self.index)[which]
             if states.is_contiguous():  # as the library's are; views of a buffer with spare capacity are not
                 return states
         return getattr(self.to_dynamic_layer(), name)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KV:
-        if self._must_be_dynamic():
+        if self.must_be_dynamic():
             return self.to_dynamic_layer().update(key_states, value_states, *args, **kwargs)
         self.kv.append(self.index, key_states, value_states)
         if self.is_compileable:
@@ -102,7 +102,7 @@ class KVLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         count = -tokens_to_remove
-        if count < 0 or self.is_compileable or self._must_be_dynamic() or not self.kv.crop(self.index, count):
+        if count < 0 or self.is_compileable or self.must_be_dynamic() or not self.kv.crop(self.index, count):
             self.to_dynamic_layer().crop(tokens_to_remove)
         elif self.is_sliding:
             self.cumulative_length -= count
@@ -112,7 +112,7 @@ class KVLayer(DynamicLayer):
         if beam_idx.device.type == "cpu":  # a user's decoding method may move rows between inputs
             inputs = torch.arange(len(beam_idx), dtype=beam_idx.dtype) // self.kv.rows_per_input
             stays = torch.equal(beam_idx // self.kv.rows_per_input, inputs)
-        if stays and not self._must_be_dynamic():
+        if stays and not self.must_be_dynamic():
             self.kv.reorder(beam_idx, self.index)
         else:
             self.to_dynamic_layer().reorder_cache(beam_idx)
@@ -139,7 +139,7 @@ class KVSlidingLayer(KVLayer, DynamicSlidingWindowLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KV:
         unseen = self.kv.length(self.index) - (self.sliding_window - 1)
-        if self._must_be_dynamic() or (unseen > 0 and not self.kv.drop(self.index, unseen)):
+        if self.must_be_dynamic() or (unseen > 0 and not self.kv.drop(self.index, unseen)):
             return self.to_dynamic_layer().update(key_states, value_states, *args, **kwargs)
         self.cumulative_length += key_states.shape[-2]
         return super().update(key_states, value_states, *args, **kwargs)
@@ -360,21 +360,23 @@ def reorder(cache: Cache, beam_idx: Tensor) -> None:
     """Reorders rows like `cache.reorder_cache`, but with one move for all layers; rows must stay with their inputs."""
     if beam_idx.device.type == "cpu" and torch.equal(beam_idx, torch.arange(len(beam_idx))):
         return
-    _reorder_own_layers(cache, beam_idx)
+    _move_librarys_rows(cache, beam_idx)
     for kv in adopted_by(cache):
         kv.reorder(beam_idx)
 
 
 def compact(cache: Cache, batch_index: Tensor, rows: Tensor) -> None:
     """Drops the inputs that are not at `batch_index`; row i becomes what row `rows[i]` was (int64 both)."""
-    _reorder_own_layers(cache, rows)
+    _move_librarys_rows(cache, rows)
     for kv in adopted_by(cache):
         kv.compact(batch_index, rows)
 
 
-def _reorder_own_layers(cache: Cache, rows: Tensor) -> None:
-    """Selects these rows in layers that stayed the library's."""
+def _move_librarys_rows(cache: Cache, rows: Tensor) -> None:
+    """Selects these rows in layers that stayed the library's, or must be from now on."""
     for layer in layers_of(cache):
+        if isinstance(layer, KVLayer) and layer.must_be_dynamic():
+            layer.to_dynamic_layer()
         if not isinstance(layer, KVLayer):
             layer.reorder_cache(rows)
 

@@ -293,7 +293,7 @@ class ConstrainedWork(Work):
 
     def scored(self) -> dict[str, Any]:
         """Returns how many rows of tokens are equal, and whether the scores are."""
-        from fastgen.optimizer.transformers.call import SEQUENCES_SCORES, only_outputs
+        from fastgen.optimizer.transformers.outputs import SEQUENCES_SCORES, only_outputs
 
         with only_outputs(SEQUENCES_SCORES):
             outputs = {way: call(return_dict_in_generate=True, output_scores=True) for way, call in self.ways().items()}

@@ -52,7 +52,10 @@ CODES: dict[str, dict[str, str]] = {
         "NO_PREFILL": "a decoding method that does not call `_prefill`",
         "NOT_CAUSAL": "keys and values of a token depend on later tokens: no common prefix",
         "NO_SOURCE": "fairseq's `net_input` has no source",
-        "OUTPUTS": "the call returns attentions or hidden states of all columns: no common prefix",
+        "OUTPUTS": (
+            "the call returns attentions or hidden states: the library's loop collects them, and there is no common "
+            "prefix, which would leave out columns"
+        ),
         "PREFIX_ENDS": "a prefix in fairseq contains the token that ends a sentence",
         "NAN": (
             "logits are NaN after a common prefix: the library computes the prompt again, because torch's attention "
@@ -62,13 +65,13 @@ CODES: dict[str, dict[str, str]] = {
         "PREFIX_OUTDATED": (
             "inside `fastgen.reusing_prefix`, the model has changed since its prefix was kept: it is computed again"
         ),
-        "RETURN_DICT": "`return_dict_in_generate`: the library's loop collects the outputs",
-        "SAMPLED_BEAMS": "beams are sampled",
-        "STARTS_WITH_PADDING": "the first token is padding",
-        "STOPPING_CRITERION": (
-            "a stopping criterion other than length and end tokens: finished inputs stay, and beam search is the "
-            "library's"
+        "RETURN_DICT": (
+            "`return_dict_in_generate`: finished inputs stay, because outputs and the cache of all rows are returned; "
+            "and no common prefix of padded prompts, whose cache would have other columns"
         ),
+        "SAMPLED_BEAMS": "beams are sampled: finished inputs stay, as random numbers are drawn for all together",
+        "STARTS_WITH_PADDING": "the first token is padding",
+        "STOPPING_CRITERION": "a stopping criterion other than length and end tokens: finished inputs stay",
         "STREAMER": "a streamer gets a token of each row in each step: finished rows stay",
         "SYNCED_GPUS": "`synced_gpus` is set",
         "TRAINER": (

@@ -160,7 +160,7 @@ class Task:
 
     def generate(self, batch: Batch) -> GeneratedBatch:
         """Returns the model's outputs for a batch of at least one item."""
-        from fastgen.optimizer.transformers.call import SEQUENCES_SCORES, only_outputs
+        from fastgen.optimizer.transformers.outputs import SEQUENCES_SCORES, only_outputs
 
         settings = self.loaded.settings | self.settings_of(batch.items[0])
         # Without scores in the run, the model's own generate may still read them.

@@ -150,10 +150,10 @@ def test_a_decision_is_no_fallback():
     report = fastgen.explain()
     assert not report.fallbacks and report.codes() == {"FEW_STEPS", "TOO_SMALL"}
     assert [item.partition(":")[0] for item in report.decisions] == ["decode steps", "prompt sharing"]
-    model.generate(**padded(9, 5), **BEAMS, max_time=1000.0)
+    model.generate(**padded(9, 5), **BEAMS, return_dict_in_generate=True, output_attentions=True)
     report = fastgen.explain()
-    assert report.codes("decoding loop") == {"STOPPING_CRITERION"}
-    assert report.fallbacks == ["decoding loop: a stopping criterion other than length and end tokens"]
+    assert report.codes("decoding loop") == {"OUTPUTS"}
+    assert report.fallbacks == ["decoding loop: output_attentions is set"]
 
 
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}, {"do_sample": True}], ids=("greedy", "beams", "sampled"))

@@ -20,9 +20,9 @@ from fastgen.ops.beams import Candidates, best_of_all, best_of_allowed, best_of_
 from fastgen.optimizer.decoding.call import count
 from fastgen.optimizer.decoding.captures import can_capture
 from fastgen.optimizer.decoding.report import LOOP, Reason
-from fastgen.optimizer.transformers.call import drop_unused_outputs
 from fastgen.optimizer.transformers.checks import CallChecks, HostModel, LoopArguments, current_call
 from fastgen.optimizer.transformers.decode_step import LateStopCheck, TransformersDecodeStep
+from fastgen.optimizer.transformers.outputs import Outputs, drop_unused_outputs
 from fastgen.optimizer.transformers.processors import (
     ALONE,
     PrefixConstrainedLogitsProcessor,
@@ -125,18 +125,24 @@ class BeamSearch:
         self.complete = torch.zeros_like(self.scores, dtype=torch.bool)
         self.can_improve = torch.ones((inputs, 1), dtype=torch.bool, device=device)
         self.is_full = torch.zeros_like(self.can_improve)
-        self.is_constrained = [*map(type, step.processors)] == [PrefixConstrainedLogitsProcessor]
+        is_trie_alone = [*map(type, step.processors)] == [PrefixConstrainedLogitsProcessor]
+        self.is_constrained = is_trie_alone and not (config.output_scores or config.do_sample)
         self.batch_index = torch.arange(inputs, device=device)
         self.beam_ids = torch.arange(self.num_beams, device=device)
         self.first_rows = torch.arange(0, rows, self.num_beams, device=device)[:, None]  # of all inputs
         # The other candidates only ensure that enough continue.
         self.may_end = torch.arange(self.num_candidates, device=device) < self.num_beams
         self.results: tuple[Tensor, ...] | None = None  # the hypotheses of all inputs, once some have left
-        self.late_stop = LateStopCheck(device) if step.stops_late else None
+        # The row that each token was chosen for in its step, of the beams and of the best hypotheses; -1 after the end.
+        self.parents = torch.empty((rows, 0), dtype=torch.int32, device=device)
+        generated = config.max_length - self.prompt_length
+        self.best_parents = torch.full((inputs, self.num_beams, generated), -1, dtype=torch.int32, device=device)
+        self.outputs = Outputs(config)
+        self.late_stop = LateStopCheck(device) if step.stops_late and not config.do_sample else None
         self.has_ended = torch.zeros((), dtype=torch.bool, device=device)
 
-    def run(self, stopping_criteria: Any) -> Tensor:
-        """Returns the sequences `[inputs * num_return_sequences, length]` that the library returns."""
+    def run(self, stopping_criteria: Any) -> Any:
+        """Returns what the library returns: sequences `[inputs * num_return_sequences, length]`, or a dictionary."""
         stop = False
         while not stop:
             stop, is_final = self.advance(*self.candidates(), stopping_criteria)
@@ -149,7 +155,11 @@ class BeamSearch:
         self.step.call.host.beam_scores = scores
         returned = self.config.num_return_sequences
         length = self.prompt_length + int(lengths[:, :returned].max())
-        return best[:, :returned, :length].flatten(0, 1)
+        of_beams = {
+            "sequences_scores": scores[:, :returned].flatten() if self.config.output_scores else None,
+            "beam_indices": self.best_parents[:, :returned, : length - self.prompt_length].flatten(0, 1),
+        }
+        return self.outputs.of(best[:, :returned, :length].flatten(0, 1), self.step, **of_beams)
 
     def candidates(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the best next tokens: their scores, the rows that they continue, and the tokens, `[B, C]` each."""
@@ -157,15 +167,20 @@ class BeamSearch:
         allowed = self.allowed_candidates(logits) if self.is_constrained else None
         log_probs = None
         width = logits.shape[1]
-        if allowed is None and self.step.processors:
-            log_probs = self.step.processors(self.input_ids, functional.log_softmax(logits, dim=-1))
+        samples = self.config.do_sample
+        if allowed is None and (self.step.processors or self.outputs.collects or samples):
+            log_probs = functional.log_softmax(logits, dim=-1)
+            if self.step.processors:
+                log_probs = self.step.processors(self.input_ids, log_probs)
+            if self.outputs.collects:  # of tensors that nobody else holds: a processor may keep its own
+                self.outputs.add(logits.clone(), log_probs.clone() if self.step.processors else log_probs)
             # With the library's operations, so that errors are the library's: a processor may remove or add tokens.
             by_beam = torch.reshape(log_probs, [*self.scores.shape, *log_probs.shape[1:]])
             log_probs = by_beam.flatten(0, 1)
             width = by_beam.shape[-1]
-            if by_beam.dim() != 3:
+            if by_beam.dim() != 3 or samples:
                 sums = torch.reshape(by_beam + self.scores[:, :, None], (len(self.scores), -1))
-                allowed = torch.topk(sums, k=self.num_candidates)
+                allowed = self.drawn(sums) if samples else torch.topk(sums, k=self.num_candidates)
                 width = sums.shape[1] // self.num_beams
         candidates, index = allowed or best_of_all(logits, self.scores, self.num_candidates, log_probs)
         if self.step.steps == 1:
@@ -173,6 +188,11 @@ class BeamSearch:
         beams = index // width
         tokens = index % width
         return candidates, self.first_rows[: len(beams)] + beams, tokens
+
+    def drawn(self, sums: Tensor) -> Candidates:
+        """Returns candidates that are drawn without replacement, in the order in which they were drawn."""
+        index = torch.multinomial(functional.softmax(sums, dim=-1), num_samples=self.num_candidates)
+        return sums.gather(1, index), index
 
     def allowed_candidates(self, logits: Tensor) -> Candidates | None:
         """Returns scores and indices `[B, C]` of the best tokens that a trie allows; None if all tokens count."""
@@ -201,8 +221,10 @@ class BeamSearch:
         Returns whether the search has ended, and for each input whether its hypotheses are final.
         """
         length = self.input_ids.shape[1] + 1
-        # The criteria read only the last token and the length, so the last column in place of all is enough.
-        ended = stopping_criteria(tokens.view(-1, 1).expand(-1, length), None).view(tokens.shape)
+        continued = tokens.view(-1, 1).expand(-1, length)  # criteria of single rows read the length and the last token
+        if not self.step.checks.stops_by_row:
+            continued = torch.cat([self.input_ids[parents.flatten()], tokens.view(-1, 1)], dim=1)
+        ended = stopping_criteria(continued, self.outputs.scores).view(tokens.shape)
         continuing = torch.add(candidates, ended, alpha=OUT)
         chosen = torch.topk(continuing, k=self.num_beams)[1]
         self.scores = continuing.gather(1, chosen)
@@ -218,11 +240,16 @@ class BeamSearch:
             unmoved = False
             is_final = []
         if not unmoved:
-            self.move_best(entering, parents, tokens)
+            self.move_best(self.best, entering, self.input_ids, parents, tokens)
+            if self.outputs.is_dict:
+                self.move_best(self.best_parents, entering, self.parents, parents, parents)
         beam_idx = parents.gather(1, chosen).flatten()
         if not stop:
             next_tokens = tokens.gather(1, chosen).view(-1, 1)
             self.input_ids = torch.cat([self.input_ids.index_select(0, beam_idx), next_tokens], dim=1)
+            if self.outputs.is_dict:
+                chosen_rows = beam_idx[:, None].int()
+                self.parents = torch.cat([self.parents.index_select(0, beam_idx), chosen_rows], dim=1)
         self.step.reorder(beam_idx)  # after the last step, too: user code may keep the cache
         return stop, is_final
 
@@ -263,12 +290,16 @@ class BeamSearch:
         worst = self.best_scores.amin(dim=1, keepdim=True)
         return (~self.can_improve | self.is_full) & (worst > LOWEST)
 
-    def move_best(self, entering: Tensor, parents: Tensor, tokens: Tensor) -> None:
-        """Writes the tokens of the best hypotheses, see `enter`; the candidates continue the rows `parents`."""
-        length = self.input_ids.shape[1] + 1
-        continued = torch.cat([self.input_ids[parents], tokens[:, :, None]], dim=2)  # [B, C, length]
-        merged = torch.cat([self.best[:, :, :length], continued], dim=1)
-        self.best[:, :, :length] = merged.gather(1, entering[:, :, None].expand(-1, -1, length))
+    @staticmethod
+    def move_best(best: Tensor, entering: Tensor, rows: Tensor, parents: Tensor, added: Tensor) -> None:
+        """Writes what belongs to the best hypotheses, see `enter`: the candidates are rows `parents` and what is added.
+
+        best: `[B, M, max_length]`. rows: `[B * M, length]`. added: `[B, C]`.
+        """
+        length = rows.shape[1] + 1
+        continued = torch.cat([rows[parents], added[:, :, None].to(rows.dtype)], dim=2)  # [B, C, length]
+        merged = torch.cat([best[:, :, :length], continued], dim=1)
+        best[:, :, :length] = merged.gather(1, entering[:, :, None].expand(-1, -1, length))
 
     def compact(self, remaining: list[int]) -> None:
         """Drops the inputs that are not among `remaining`."""

@@ -18,26 +18,22 @@ tests/ops/test_cpu_linear.py
 
 from __future__ import annotations
 
-import copy
 import functools
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, wraps
+from functools import partial
 from types import BuiltinFunctionType, NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import GenerationMixin
 from transformers.activations import NewGELUActivation
-from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 from transformers.pytorch_utils import Conv1D
 
 from fastgen.ops import lookup
 from fastgen.ops.tracing import is_transformed
-from fastgen.optimizer.decoding.call import GenerateCall, setting, settings_of
+from fastgen.optimizer.decoding.call import GenerateCall, settings_of
 from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.faster_forwards import (
     FasterForward,
@@ -49,13 +45,10 @@ from fastgen.optimizer.decoding.faster_forwards import (
 )
 from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, Reason
 from fastgen.optimizer.transformers import checks, kept_prefix, kv_layers
-from fastgen.optimizer.transformers.checks import current_call, generate_call
+from fastgen.optimizer.transformers.checks import generate_call
 from fastgen.optimizer.transformers.first_use import FirstUse
 from fastgen.optimizer.transformers.sources import unknown_of
 from fastgen.patching import disabled
-from fastgen.provenance import comes_with
-
-SEQUENCES_SCORES, ENCODER_STATES = "sequences_scores", "encoder_hidden_states"
 
 # A call with at most so many steps, whose prefill is too small to gain, bypasses fastgen.
 MOST_STEPS_OF_TINY_CALL = 2
@@ -181,61 +174,3 @@ def new_gelu(forward: FasterForward, input: Tensor, call: GenerateCall) -> Tenso
 @functools.cache
 def _table_of_new_gelu(dtype: torch.dtype) -> Tensor:
     return lookup.table_of(NewGELUActivation(), dtype)
-
-
-# The outputs that the caller uses.
-
-
-class UsedOutputs(tuple[str, ...]):
-    """The outputs that the caller reads in addition to `sequences`."""
-
-
-def only_outputs(*outputs: str) -> AbstractContextManager[None]:
-    """Returns a context whose calls of `generate`, if they ask for `scores`, return `sequences` and these outputs only.
-
-    `scores` are a tensor `[rows, vocabulary_size]` for each step, gigabytes for a batch of summaries, and the library
-    returns `sequences_scores` only with them. No output is dropped if a call asks for more than scores and the
-    encoder's hidden states, or if fastgen is off.
-    """
-    return setting(UsedOutputs(outputs))
-
-
-def drop_unused_outputs(loop: Callable) -> Callable:
-    """Wraps a replacement of one of the library's loops, and drops the outputs that the caller does not use."""
-    signature = inspect.signature(loop)
-
-    @wraps(loop)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        used = next(settings_of(UsedOutputs), None)
-        call = current_call()
-        if used is None or call is None:
-            return loop(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)
-        model, config = bound.arguments["self"], bound.arguments["generation_config"]
-        if not _can_drop(model, config, used):
-            return loop(*args, **kwargs)
-        lean = bound.arguments["generation_config"] = copy.copy(config)
-        lean.return_dict_in_generate = lean.output_scores = lean.output_hidden_states = False
-        model_kwargs = bound.arguments["model_kwargs"]
-        model_kwargs.pop("output_hidden_states", None)
-        outputs: dict[str, Any] = {}
-        if ENCODER_STATES in used:
-            outputs[ENCODER_STATES] = model_kwargs["encoder_outputs"].hidden_states
-        sequences = loop(*bound.args, **bound.kwargs)
-        if SEQUENCES_SCORES in used:
-            outputs[SEQUENCES_SCORES] = call.host.beam_scores[:, : config.num_return_sequences].flatten()
-        kind = GenerateBeamEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateBeamDecoderOnlyOutput
-        return kind(sequences=sequences, **outputs)
-
-    return run
-
-
-def _can_drop(model: Any, config: Any, used: tuple[str, ...]) -> bool:
-    """Whether a call with this configuration can run as one that returns sequences alone."""
-    if not (config.return_dict_in_generate and config.output_scores):
-        return False
-    if config.output_logits or config.output_attentions or (config.output_hidden_states and ENCODER_STATES not in used):
-        return False
-    if SEQUENCES_SCORES in used:
-        return config.num_beams > 1 and comes_with(model._update_finished_beams, GenerationMixin)
-    return config.num_return_sequences == 1  # Seamless M4T chooses among several by their scores

@@ -143,6 +143,9 @@ class EndsEarly(MaxLengthCriteria):
 
 CRITERIA = {EosTokenCriteria, MaxLengthCriteria, EndsEarly}
 
+# Outputs of the library's loops that fastgen's do not collect.
+INNER_OUTPUTS = ("output_attentions", "output_hidden_states")
+
 REORDERS = "the model reorders its cache itself"
 STOPS_OTHERWISE = "a stopping criterion other than length and end tokens"
 
@@ -296,7 +299,6 @@ class CallChecks:
         is_beam_search = bool(arguments.methods)
         return that_hold(
             ("COMPILED", "compile_config is set", config.compile_config is not None and not is_beam_search),
-            ("SAMPLED_BEAMS", "beams are sampled", config.do_sample and is_beam_search),
             ("LOW_MEMORY", "low_memory is set", config.low_memory and is_beam_search),
         )
 
@@ -315,6 +317,7 @@ class CallChecks:
         calls = [type(one).__name__ for one in called if not _runs_library_code(one)]
         is_own_call = "__call__" in vars(self.model)
         is_assistant = getattr(config, "is_assistant", False)
+        inner = [name for name in INNER_OUTPUTS if config.return_dict_in_generate and getattr(config, name)]
         is_old = not compat.STEPS_ARE_KNOWN
         return that_hold(
             ("METHOD_REPLACED", "{}: another loop was there before fastgen", loops),
@@ -328,9 +331,8 @@ class CallChecks:
             ("USER_CACHE", USER_CACHE, call.host.user_cache),
             ("TRANSFORMERS_VERSION", "transformers before 5.3 prepares its steps in another way", is_old),
             ("SYNCED_GPUS", "synced_gpus is set", arguments.synced_gpus),
-            ("RETURN_DICT", "return_dict_in_generate is set", config.return_dict_in_generate),
+            ("OUTPUTS", "{} is set", inner),
             ("ASSISTANT", "the model is the assistant of another", is_assistant),
-            ("STOPPING_CRITERION", STOPS_OTHERWISE, bool(arguments.methods) and not self.stops_by_row),
         )
 
     @cached_property
@@ -406,8 +408,14 @@ class CallChecks:
         cache_reasons: why the rows of the cache cannot be moved.
         """
         coupled = self.call.facts_of(self.model, KNOWN).coupled
+        config = self.arguments.generation_config
+        samples_beams = config.do_sample and bool(self.arguments.methods)
         return (
-            (self.processors_by_row + processors.parameters_of_rows(self.arguments.logits_processor, rows))[:1]
+            that_hold(
+                ("RETURN_DICT", "the outputs of all rows are returned", config.return_dict_in_generate),
+                ("SAMPLED_BEAMS", "random numbers are drawn for all beams together", samples_beams),
+            )
+            or (self.processors_by_row + processors.parameters_of_rows(self.arguments.logits_processor, rows))[:1]
             + that_hold(("REORDERS_ITSELF", REORDERS, hasattr(self.model, "_reorder_cache")))
             or that_hold(("STREAMER", "a streamer gets the tokens of all rows", self.arguments.streamer is not None))
             or that_hold(("STOPPING_CRITERION", STOPS_OTHERWISE, not self.stops_by_row))

@@ -97,6 +97,7 @@ class TransformersDecodeStep(DecodeStep):
         """Whether the loop reads its end one step late; not if user code could notice the additional step."""
         checks = self.checks
         is_noticed = checks.processors_by_row or checks.arguments.streamer is not None or not checks.stops_by_row
+        is_noticed = is_noticed or self.generation_config.return_dict_in_generate
         return self.captures is not None and needs_sync(self.model.device) and not is_noticed
 
     def logits(self, input_ids: Tensor) -> Tensor:
@@ -252,6 +253,14 @@ class TransformersDecodeStep(DecodeStep):
     def leave(self, static: StaticKVCache) -> None:
         kv_layers.give_back(self._cache)
         self.arguments[CACHE] = self._dynamic
+
+    @property
+    def own_cache(self) -> Any:
+        """The loop's own cache, which holds all that steps have added once the call ends; None if there is none."""
+        if self.mode.cache is not None:
+            return self._dynamic
+        name = next(filter(self.arguments.__contains__, compat.MOVED_CACHES), None)
+        return None if name is None else self.arguments[name]
 
     def crop(self, count: int) -> None:
         kv_layers.crop(self.arguments[CACHE], count)

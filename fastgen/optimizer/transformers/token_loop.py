@@ -24,9 +24,9 @@ from fastgen.optimizer.decoding.captures import can_capture, unwanted_reasons
 from fastgen.optimizer.decoding.cost_model import CostModel, ModelSize, Work, size_of
 from fastgen.optimizer.decoding.report import DRAFTS, LOOP, STEPS, Reason
 from fastgen.optimizer.transformers import compat
-from fastgen.optimizer.transformers.call import drop_unused_outputs
 from fastgen.optimizer.transformers.checks import CallChecks, HostModel, LoopArguments, current_call
 from fastgen.optimizer.transformers.decode_step import LateStopCheck, TransformersDecodeStep, is_worth_compacting
+from fastgen.optimizer.transformers.outputs import Outputs, drop_unused_outputs
 from fastgen.optimizer.transformers.processors import writing_processors
 from fastgen.optimizer.transformers.row_draws import RowDraws
 
@@ -91,7 +91,7 @@ def parts_of_loop(checks: CallChecks) -> tuple[bool, bool, bool]:
     steps = (config.max_length or 0) - length
     size = size_of(model, checks.known_code)
     compacts = is_worth_compacting(call.costs, size, rows - 1, rows, steps, steps - 1)
-    compacts = compacts and _can_end_early(input_ids, criteria, config)
+    compacts = compacts and not config.return_dict_in_generate and _can_end_early(input_ids, criteria, config)
     unwanted = unwanted_reasons(call, input_ids.device, steps)
     call.report.add_reasons(STEPS, unwanted)
     drafts = _may_draft(checks, steps)
@@ -149,14 +149,15 @@ class TokenLoop:
         self.unfinished = torch.ones(self.all_rows, dtype=torch.bool, device=device)
         self.row_index = torch.arange(self.all_rows, device=device)
         self.finished: list[tuple[Tensor, Tensor]] = []
+        self.outputs = Outputs(config)
         self.late_stop = LateStopCheck(device) if step.stops_late else None
         self.drew_for_padding = False
         self.draws_itself = config.do_sample and device.type == "cpu" and _draws_as_torch()
         is_cuda = device.type == "cuda"
         self.random = torch.cuda.default_generators[device.index] if is_cuda else torch.default_generator
 
-    def run(self, stopping_criteria: Any, streamer: Any = None) -> Tensor:
-        """Returns the sequences `[rows, length]` that the library returns."""
+    def run(self, stopping_criteria: Any, streamer: Any = None) -> Any:
+        """Returns what the library returns: sequences `[rows, length]`, or a dictionary."""
         self.pads = self.pad is not None and any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         logits = self.step.logits(self.input_ids)
         with compat.optimized_for_decode(self.step.model):
@@ -167,7 +168,7 @@ class TokenLoop:
         if streamer is not None:
             streamer.end()
         if self.pad is None or not self.finished:  # without padding no row ends before the others
-            return self.input_ids
+            return self.outputs.of(self.input_ids, self.step)
         output = self.pad.repeat(self.all_rows, self.input_ids.shape[1])
         for rows, tokens in [*self.finished, (self.row_index, self.input_ids)]:
             output[rows, : tokens.shape[1]] = tokens
@@ -176,10 +177,15 @@ class TokenLoop:
     def advance(self, logits: Tensor, stopping_criteria: Any, streamer: Any) -> bool:
         """Adds a token to each row, and returns whether all rows have ended."""
         processors, draws = self.step.processors, self.config.do_sample
-        by_row = processors[-1] if draws and processors and type(processors[-1]) is RowDraws else None
+        collects = self.outputs.collects
+        draws_by_row = draws and processors and not collects and type(processors[-1]) is RowDraws
+        by_row = processors[-1] if draws_by_row else None
         if by_row is not None:
             processors = type(processors)(processors[:-1])
-        scores = processors(self.input_ids, logits.clone()) if processors else logits
+        if processors or collects:  # the next forward may overwrite them
+            logits = logits.clone()
+        scores = processors(self.input_ids, logits) if processors else logits
+        self.outputs.add(logits, scores)
         before = self.random.get_state() if draws and self.late_stop is not None else None
         if not draws:
             tokens = torch.argmax(scores, dim=-1)
@@ -192,7 +198,7 @@ class TokenLoop:
         self.input_ids = torch.cat([self.input_ids, tokens[:, None]], dim=1)
         if streamer is not None and not compat.STREAMS_AFTER_CRITERIA:
             streamer.put(tokens.cpu())
-        self.unfinished = self.unfinished & ~stopping_criteria(self.input_ids, None)
+        self.unfinished = self.unfinished & ~stopping_criteria(self.input_ids, self.outputs.scores)
         if streamer is not None and compat.STREAMS_AFTER_CRITERIA:
             streamer.put(tokens.cpu())
         has_ended = ~self.unfinished.any()

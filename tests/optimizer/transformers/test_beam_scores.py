@@ -14,31 +14,31 @@ from tiny_models import BEAMS, padded, tiny, unchanged
 
 from fastgen.optimizer.decoding.call import current_call
 from fastgen.optimizer.decoding.report import LOOP
-from fastgen.optimizer.transformers.call import SEQUENCES_SCORES, only_outputs
+from fastgen.optimizer.transformers.outputs import SEQUENCES_SCORES, only_outputs
 
 ASKED = {"return_dict_in_generate": True, "output_scores": True}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bart"])
 @pytest.mark.parametrize(
-    ("arguments", "is_the_librarys"),
+    "arguments",
     [
-        ({}, False),
-        ({"num_return_sequences": 1}, False),
-        ({"max_new_tokens": 30, "eos_token_id": [2, *range(20, 40)]}, False),  # some inputs end before others
-        ({"do_sample": True, "temperature": 1.3}, True),
-        ({"max_time": 1000.0}, True),
+        {},
+        {"num_return_sequences": 1},
+        {"max_new_tokens": 30, "eos_token_id": [2, *range(20, 40)]},  # some inputs end before others
+        {"do_sample": True, "temperature": 1.3},
+        {"max_time": 1000.0},
     ],
     ids=["beams", "one returned", "some end", "beam samples", "another criterion"],
 )
-def test_beam_scores_are_those_of_the_library(name, arguments, is_the_librarys):
+def test_beam_scores_are_those_of_the_library(name, arguments):
     model = unchanged(name)
     with only_outputs(SEQUENCES_SCORES):
         stock, fast, report = run_both(lambda: model.generate(**padded(9, 5, 7), **ASKED | BEAMS | arguments))
     assert torch.equal(fast.sequences, stock.sequences)
     assert torch.allclose(fast.sequences_scores, stock.sequences_scores, rtol=0, atol=1e-4)
     assert stock.scores and fast.scores is None
-    assert bool(report.codes(LOOP)) == is_the_librarys
+    assert not report.codes(LOOP)
 
 
 @pytest.mark.parametrize(("outputs", "context"), [({"output_logits": True}, only_outputs), ({}, nullcontext)])

@@ -235,11 +235,10 @@ def test_repeatable_calls_prove_their_drafts_themselves():
         ("mistral", {"sliding_window": 8}, {}, "SLIDING_WINDOW"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, {}, "POSITIONS"),
         ("llama", {}, {"use_cache": False}, None),
-        ("llama", {}, {"return_dict_in_generate": True, "output_scores": True}, None),
         ("llama", {}, {"num_beams": 2}, None),
         ("mamba", {}, {}, None),
     ],
-    ids=("window", "rope", "no cache", "scores", "beams", "states"),
+    ids=("window", "rope", "no cache", "beams", "states"),
 )
 def test_left_alone(name, overrides, arguments, code):
     model = tiny(name, **overrides)

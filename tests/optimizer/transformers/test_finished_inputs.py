@@ -138,8 +138,7 @@ def test_repeated_rows_of_a_caller_leave_together():
 @pytest.mark.parametrize(
     ("others", "codes"),
     [
-        ({"do_sample": True}, {"SAMPLED_BEAMS"}),
-        ({"return_dict_in_generate": True}, {"RETURN_DICT"}),
+        ({"return_dict_in_generate": True, "output_attentions": True}, {"OUTPUTS"}),
         ({"num_beams": 1}, set()),
         ({"num_beams": 1, "return_dict_in_generate": True}, set()),
     ],

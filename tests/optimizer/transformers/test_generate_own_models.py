@@ -103,10 +103,13 @@ def assert_same_records(attend, at_the_end=list):
 
     def call(arguments):
         record.clear()
-        output = model.generate(**padded(9, 5), **arguments, return_dict_in_generate=True, output_scores=True)
+        output = model.generate(**padded(9, 5), **arguments)
         return output, at_the_end(record)
 
-    for share, arguments in itertools.product(("always", "auto"), (BEAMS, SAMPLES)):
+    scores = {"return_dict_in_generate": True, "output_scores": True}
+    attentions = {"return_dict_in_generate": True, "output_attentions": True}  # collected by the library's loop
+    for share, decoding, outputs in itertools.product(("always", "auto"), (BEAMS, SAMPLES), ({}, scores, attentions)):
+        arguments = decoding | outputs
         # The class is trusted immediately: otherwise one that fails is left alone after its first comparison.
         with fresh_trust(accepted=True), configured(share=share), costs(prefill_overhead=0.0):
             both = run_both(functools.partial(call, arguments))

@@ -11,8 +11,8 @@ from tiny_models import padded, tiny
 import fastgen
 from fastgen.ops.tracing import Diverged
 from fastgen.optimizer.decoding.captures import CannotPad
-from fastgen.optimizer.transformers.call import SEQUENCES_SCORES, only_outputs
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
+from fastgen.optimizer.transformers.outputs import SEQUENCES_SCORES, only_outputs
 from fastgen.testing import configured
 
 pytestmark = pytest.mark.skipif(

@@ -27,8 +27,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from fastgen.ops.tracing import is_transformed
 from fastgen.optimizer.decoding.call import count, end_stage
 from fastgen.optimizer.transformers import checks, compat
-from fastgen.optimizer.transformers.call import ENCODER_STATES, only_outputs
 from fastgen.optimizer.transformers.checks import current_call, generate_call
+from fastgen.optimizer.transformers.outputs import ENCODER_STATES, only_outputs
 from fastgen.optimizer.vocoder import faster_waveform
 
 # The arguments of the library's second call of the speech encoder, of which it uses the first output only.

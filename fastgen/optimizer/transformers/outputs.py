@@ -1,0 +1,122 @@
+"""What a decoding loop returns besides tokens: `Outputs` of fastgen's loops, and `only_outputs`.
+
+Tests: tests/optimizer/transformers/test_loop_outputs.py, tests/optimizer/transformers/test_beam_scores.py
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.generation.utils import (
+    GenerateBeamDecoderOnlyOutput,
+    GenerateBeamEncoderDecoderOutput,
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
+)
+
+from fastgen.models.cache_names import cache_name
+from fastgen.optimizer.decoding.call import setting, settings_of
+from fastgen.optimizer.transformers.checks import current_call
+from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep
+from fastgen.provenance import comes_with
+
+SEQUENCES_SCORES, ENCODER_STATES = "sequences_scores", "encoder_hidden_states"
+
+
+class Outputs:
+    """The outputs of one loop, as the library's loops collect them.
+
+    is_dict: whether the caller wants more than tokens. scores, logits: a tensor `[rows, vocabulary_size]` for each
+    step, float32; None if the caller does not want them. Rows that have ended have some, too, and their part of the
+    cache is returned, so with `is_dict` no row leaves.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.is_dict = bool(config.return_dict_in_generate)
+        self.scores: tuple[Tensor, ...] | None = () if self.is_dict and config.output_scores else None
+        self.logits: tuple[Tensor, ...] | None = () if self.is_dict and config.output_logits else None
+
+    @property
+    def collects(self) -> bool:
+        """Whether each step has scores or logits to be kept."""
+        return self.scores is not None or self.logits is not None
+
+    def add(self, logits: Tensor, scores: Tensor) -> None:
+        """Keeps those of a step that the caller wants, without a copy."""
+        if self.scores is not None:
+            self.scores += (scores,)
+        if self.logits is not None:
+            self.logits += (logits,)
+
+    def of(self, sequences: Tensor, step: TransformersDecodeStep, **of_beams: Any) -> Any:
+        """Returns the sequences alone, or the library's dictionary. of_beams: what only beam search returns."""
+        if not self.is_dict:
+            return sequences
+        kinds = (GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput)
+        if not of_beams:
+            kinds = (GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput)
+        kind: Any = kinds[bool(step.model.config.is_encoder_decoder)]
+        of_beams[cache_name(kind.__dataclass_fields__)] = step.own_cache
+        return kind(sequences=sequences, scores=self.scores, logits=self.logits, **of_beams)
+
+
+class UsedOutputs(tuple[str, ...]):
+    """The outputs that the caller reads in addition to `sequences`."""
+
+
+def only_outputs(*outputs: str) -> AbstractContextManager[None]:
+    """Returns a context whose calls of `generate`, if they ask for `scores`, return `sequences` and these outputs only.
+
+    `scores` are a tensor `[rows, vocabulary_size]` for each step, gigabytes for a batch of summaries, and the library
+    returns `sequences_scores` only with them. No output is dropped if a call asks for more than scores and the
+    encoder's hidden states, or if fastgen is off.
+    """
+    return setting(UsedOutputs(outputs))
+
+
+def drop_unused_outputs(loop: Callable) -> Callable:
+    """Wraps a replacement of one of the library's loops, and drops the outputs that the caller does not use."""
+    signature = inspect.signature(loop)
+
+    @wraps(loop)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        used = next(settings_of(UsedOutputs), None)
+        call = current_call()
+        if used is None or call is None:
+            return loop(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        model, config = bound.arguments["self"], bound.arguments["generation_config"]
+        if not _can_drop(model, config, used):
+            return loop(*args, **kwargs)
+        lean = bound.arguments["generation_config"] = copy.copy(config)
+        lean.return_dict_in_generate = lean.output_scores = lean.output_hidden_states = False
+        model_kwargs = bound.arguments["model_kwargs"]
+        model_kwargs.pop("output_hidden_states", None)
+        outputs: dict[str, Any] = {}
+        if ENCODER_STATES in used:
+            outputs[ENCODER_STATES] = model_kwargs["encoder_outputs"].hidden_states
+        sequences = loop(*bound.args, **bound.kwargs)
+        if SEQUENCES_SCORES in used:
+            outputs[SEQUENCES_SCORES] = call.host.beam_scores[:, : config.num_return_sequences].flatten()
+        kind = GenerateBeamEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateBeamDecoderOnlyOutput
+        return kind(sequences=sequences, **outputs)
+
+    return run
+
+
+def _can_drop(model: Any, config: Any, used: tuple[str, ...]) -> bool:
+    """Whether a call with this configuration can run as one that returns sequences alone."""
+    if not (config.return_dict_in_generate and config.output_scores):
+        return False
+    if config.output_logits or config.output_attentions or (config.output_hidden_states and ENCODER_STATES not in used):
+        return False
+    if SEQUENCES_SCORES in used:
+        return config.num_beams > 1 and comes_with(model._update_finished_beams, GenerationMixin)
+    return config.num_return_sequences == 1  # Seamless M4T chooses among several by their scores

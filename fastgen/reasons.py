@@ -115,7 +115,10 @@ CODES: dict[str, dict[str, str]] = {
         "REORDERS_ITSELF": "the model reorders its cache itself",
         "SLIDING_WINDOW": "a sliding window that is shorter than the call: no static cache",
         "STATIC_CACHE": "a `StaticCache` stores keys and values for each row",
-        "USER_CACHE": "the caller passed a cache",
+        "USER_CACHE": (
+            "the caller passed a cache: no row leaves it, a `StaticCache` stays the library's, and steps are not "
+            "captured if user code runs in each step, which may read the cache"
+        ),
     },
     "The model and user code": {
         "COMPILED": "the model or a part of it is compiled, or `compile_config` is set",

@@ -67,7 +67,6 @@ MODEL_CHANGED = Reason("MODEL_CHANGED", "user code has changed the model during 
 # Texts of several tables.
 MODES = "a TorchDispatchMode, TorchFunctionMode or functorch transform is active"
 NOT_EMPTY = "the cache is not empty"
-USER_CACHE = "the caller passed a cache"
 
 
 def that_hold(*rows: tuple[str, str, Any] | list[Reason]) -> list[Reason]:

@@ -34,9 +34,9 @@ from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import call as decoding_call
 from fastgen.optimizer.decoding import report
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.guards import KnownCode
+from fastgen.optimizer.decoding.guards import KnownCode, is_user_code
 from fastgen.optimizer.decoding.model_info import FEWER_ROWS, ModelInfo, named
-from fastgen.optimizer.decoding.report import MODES, NOT_EMPTY, USER_CACHE, Reason, Report, check, that_hold
+from fastgen.optimizer.decoding.report import MODES, NOT_EMPTY, Reason, Report, check, that_hold
 from fastgen.optimizer.decoding.static_kv_cache import MOST_TOKENS
 from fastgen.optimizer.transformers import compat, kv_layers, processors, row_groups
 from fastgen.optimizer.transformers.row_groups import RowGroups
@@ -186,6 +186,13 @@ class CallChecks:
         checks = call.host.checks
         return checks if checks is not None and checks.model is model else cls(call, model)
 
+    @cached_property
+    def runs_user_code(self) -> bool:
+        """Whether the loop calls user code in each step."""
+        _, processors, criteria, *_ = self.arguments
+        streamers = [] if self.arguments.streamer is None else [self.arguments.streamer]
+        return is_user_code([*processors, *criteria, *streamers], KNOWN.packages)
+
     @property
     def rows(self) -> list[Reason]:
         """The reasons in the model and its surroundings why rows may depend on each other, or on their number.
@@ -240,17 +247,21 @@ class CallChecks:
         """Returns why a prefill must run with all rows instead of one of each group. May read the device."""
         cache = kv_layers.cache_of(arguments)
         cache_reasons = []
-        if self.call.host.user_cache:
-            cache_reasons = [Reason("USER_CACHE", USER_CACHE)]
-        elif kv_layers.is_static(cache):
+        if kv_layers.is_static(cache):
             cache_reasons = _static_cache_reasons(cache, generation_config)
+            if self.call.host.user_cache:
+                cache_reasons = [Reason("USER_CACHE", "the caller passed a StaticCache")]
+        elif cache is not None and kv_layers.is_filled(cache):
+            cache_reasons = kv_layers.unsupported_contents(cache, groups.rows)
         elif cache is not None:
-            cache_reasons = kv_layers.unsupported_reasons(cache)
+            cache_reasons = kv_layers.unsupported_types(cache)
         elif arguments.get("use_cache", True) and not getattr(self.model, "_supports_default_dynamic_cache", bool)():
             cache_reasons = [Reason("MODEL_CACHE", "the model makes its own cache")]
         argument_reasons = row_groups.unsupported_reasons(self.model.config.model_type, arguments, groups.rows)
         reasons = self.rows + cache_reasons + argument_reasons
         differ = not (reasons or groups.are_equal or row_groups.groups_are_equal_sync(arguments, groups))
+        if not (differ or reasons) and cache is not None and kv_layers.is_filled(cache):
+            differ = not kv_layers.rows_are_equal_sync(cache, groups.firsts, groups.group_of_row)
         return [Reason("ROWS_DIFFER", "the rows of an input differ from each other")] if differ else reasons
 
     @check(report.PREFIX)
@@ -328,7 +339,6 @@ class CallChecks:
             ("TORCH_MODE", MODES, _is_in_mode()),
             [] if cache is None else kv_layers.unsupported_types(cache),
             ("CUSTOM_GENERATE", "custom_generate may read the cache", call.host.custom_generate),
-            ("USER_CACHE", USER_CACHE, call.host.user_cache),
             ("TRANSFORMERS_VERSION", "transformers before 5.3 prepares its steps in another way", is_old),
             ("SYNCED_GPUS", "synced_gpus is set", arguments.synced_gpus),
             ("OUTPUTS", "{} is set", inner),
@@ -386,11 +396,13 @@ class CallChecks:
         name = type(self.model).__name__
         most = self.arguments.generation_config.max_length or 0
         cache = arguments.get(CACHE)
+        is_read = self.call.host.user_cache and self.runs_user_code
         waits = not getattr(model, "_can_compile_fullgraph", False)
         waits = waits and model.config.model_type not in compat.SYNC_FREE
         return that_hold(
             ("TRANSFORMERS_VERSION", "transformers before 5.17 has other static caches", not compat.LAYERS_ARE_KNOWN),
             ("NO_CACHE", "use_cache is not set", not arguments.get("use_cache")),
+            ("USER_CACHE", "user code in each step may read the caller's cache", is_read),
             ("MAY_SYNC", f"{name}.forward may synchronise with the device (not _can_compile_fullgraph)", waits),
             self._attention_reasons,
             ("QUANTIZED", "the model is quantized", getattr(model, "hf_quantizer", None) is not None),
@@ -412,6 +424,7 @@ class CallChecks:
         samples_beams = config.do_sample and bool(self.arguments.methods)
         return (
             that_hold(
+                ("USER_CACHE", "the caller's cache has all rows", self.call.host.user_cache),
                 ("RETURN_DICT", "the outputs of all rows are returned", config.return_dict_in_generate),
                 ("SAMPLED_BEAMS", "random numbers are drawn for all beams together", samples_beams),
             )

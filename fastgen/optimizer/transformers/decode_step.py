@@ -29,7 +29,6 @@ from fastgen.optimizer.decoding.captures import CannotPad
 from fastgen.optimizer.decoding.cost_model import CostModel, ModelSize, size_of
 from fastgen.optimizer.decoding.decode_step import DecodeStep, StaticSteps
 from fastgen.optimizer.decoding.graphs import CapturedGraph
-from fastgen.optimizer.decoding.guards import is_user_code
 from fastgen.optimizer.decoding.report import COMPACTION, STEPS, LeaveAlone, Reason, check, leave_alone_for
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 from fastgen.optimizer.transformers import compat, kv_layers, row_groups
@@ -276,11 +275,7 @@ class TransformersDecodeStep(DecodeStep):
 
     @cached_property
     def runs_user_code(self) -> bool:
-        arguments = self.checks.arguments
-        streamers = [] if arguments.streamer is None else [arguments.streamer]
-        return is_user_code(
-            [*self.processors, *arguments.stopping_criteria, *streamers], self.checks.known_code.packages
-        )
+        return bool(self.checks.runs_user_code)
 
     @property
     def is_streamed(self) -> bool:

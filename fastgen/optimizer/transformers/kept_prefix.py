@@ -22,7 +22,7 @@ from fastgen.ops.checksums import checksums_sync
 from fastgen.optimizer.decoding.call import GenerateCall, settings_of
 from fastgen.optimizer.decoding.graphs import torch_settings
 from fastgen.optimizer.decoding.model_info import ModelInfo
-from fastgen.optimizer.decoding.report import KEPT, USER_CACHE, Reason
+from fastgen.optimizer.decoding.report import KEPT, Reason
 from fastgen.optimizer.decoding.segmented_kv import KV
 from fastgen.optimizer.transformers import checks, kv_layers
 
@@ -88,7 +88,9 @@ class PrefixReuse:
         """Keeps copies of these columns of one row, and of the cache that their forward filled; adds to the report."""
         length = next(iter(columns.values())).shape[1]
         foreign = [name for name, value in options.items() if not isinstance(value, PLAIN)]
-        reasons = [Reason("USER_CACHE", USER_CACHE)] if call.host.user_cache else checks.CallChecks.of(call, model).rows
+        reasons = checks.CallChecks.of(call, model).rows
+        if call.host.user_cache:
+            reasons = [Reason("USER_CACHE", "the caller passed a cache")]
         reasons = reasons or [Reason("ARGUMENT_TYPE", f"argument {name} cannot be compared") for name in foreign[:1]]
         reasons = reasons or _cache_reasons(cache, length)
         state = None if reasons else self._state_of(call, model)

@@ -154,14 +154,35 @@ class KVSlidingLayer(KVLayer, DynamicSlidingWindowLayer):
 ADOPTED = {DynamicLayer: KVLayer, DynamicSlidingWindowLayer: KVSlidingLayer}
 
 
-@check(report.PREFILL)
-def unsupported_reasons(cache: Any) -> list[Reason]:
-    """Returns why the rows of this cache could not be expanded after a prefill that fills it; empty if they can."""
-    if (reasons := unsupported_types(cache)) or not parts(cache)[0].layers:
-        return reasons
+def is_filled(cache: Any) -> bool:
+    """Whether an earlier call has left positions or states in the cache."""
+    if not parts(cache)[0].layers:
+        return False
     length = length_of(cache)
-    is_filled = cache.has_previous_state() if length is None else length > 0
-    return [Reason("CACHE_NOT_EMPTY", NOT_EMPTY)] if is_filled else []
+    return cache.has_previous_state() if length is None else length > 0
+
+
+@check(report.PREFILL)
+def unsupported_contents(cache: Any, rows: int) -> list[Reason]:
+    """Returns why a prefill of fewer rows cannot continue from what is in this cache; empty if it can."""
+    if reasons := unsupported_types(cache):
+        return reasons
+    for layer in layers_of(cache):
+        if not _is_plain(layer):
+            return [Reason("CACHE_NOT_EMPTY", f"{NOT_EMPTY}, and has layers of {type(layer).__name__}")]
+        if layer.is_initialized and layer.keys.numel() and {len(layer.keys), len(layer.values)} != {rows}:
+            return [Reason("CACHE_NOT_EMPTY", f"{NOT_EMPTY}, and does not have {rows} rows")]
+    return []
+
+
+def rows_are_equal_sync(cache: Cache, firsts: Tensor, group_of_row: Tensor) -> bool:
+    """Whether all rows of each group have the keys and values of its first row; see `RowGroups`. Reads the device."""
+    for layer in layers_of(cache):
+        for states in (layer.keys, layer.values) if layer.is_initialized else ():
+            first_rows = firsts[group_of_row].to(states.device)
+            if not torch.equal(states, states.index_select(0, first_rows)):
+                return False
+    return True
 
 
 def length_of(cache: Any) -> int | None:

@@ -335,7 +335,7 @@ def unsupported_reasons(
     are_joined = prefix.images is not None and not images.can_split_sync(arguments, config)
     foreign = [name for name, value in options_of(arguments).items() if name != IMAGES and not isinstance(value, PLAIN)]
     foreign = foreign or _have_other_shapes(arguments, moves)
-    would_show = moves and generation_config.return_dict_in_generate
+    would_show = moves and (generation_config.return_dict_in_generate or checks.call.host.user_cache)
     return that_hold(
         checks.prefix(kv_layers.cache_of(arguments), most, moves),
         ("CHUNKED_PREFILL", "prefill_chunk_size is set", generation_config.prefill_chunk_size is not None),

@@ -47,14 +47,14 @@ MOST_IN_SEGMENTS = 256
 MIN_KEYS_WITHOUT_MASK = 16
 
 # The kernel registered with torch, which dispatch modes can record, and torch's own: the second in inference mode.
-OPERATION = "fastgen::few_queries_attention"
+FEW_QUERIES = "fastgen::few_queries_attention"
 SDPA = ("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::scaled_dot_product_attention")
 
 _MASKS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 2, torch.bool: 3}
 _CAUSAL = 4
 _ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_float, ctypes.c_int32)
 
-# Fewer queries per row and key head, or fewer keys, are not worth packing: those are few.
+# Fewer queries per row and key head, or fewer keys, are not worth packing.
 MIN_QUERIES = MIN_KEYS = 32
 
 
@@ -173,7 +173,7 @@ def _fake(query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor 
     return output_of(query, values)
 
 
-torch.library.register_fake(OPERATION, _fake, lib=_LIBRARY)
+torch.library.register_fake(FEW_QUERIES, _fake, lib=_LIBRARY)
 
 
 # Many queries.

@@ -143,7 +143,7 @@ _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 # For fastgen's operations, by name: returns a function that writes the result into an existing tensor.
 _KERNELS: dict[str, Callable[..., partial[None]]] = {
     cpu_linear.SKINNY_LINEAR: cpu_linear.product_into,
-    cpu_attention.OPERATION: cpu_attention.call_into,
+    cpu_attention.FEW_QUERIES: cpu_attention.call_into,
     rms_norm.OPERATION: rms_norm.call_into,
     lookup.OPERATION: lookup.call_into,
 }

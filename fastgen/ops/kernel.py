@@ -1,10 +1,10 @@
 """The kernels of an operation: one list, the fastest first and torch's own last, which runs everywhere.
 
-    KERNELS = (
+    MOVE_KERNELS = (
         Kernel("C++", simd.machine_reasons, _move, "cpu", can_move),
         Kernel("torch", list, _move_in_torch),
     )
-    first_supported(KERNELS, "cpu", buffers).run(buffers, beam_idx)
+    first_supported(MOVE_KERNELS, "cpu", buffers).run(buffers, beam_idx)
 
 torch's own kernel is also the oracle of the tests. If no rule predicts the fastest kernel, the kernels of the list are
 measured (cpu_linear). `fastgen.ops.kernels` returns the lists of all operations.

@@ -56,3 +56,14 @@ class Noting(LogitsProcessor, StoppingCriteria, BaseStreamer):
 
     def end(self) -> None:
         self.calls.append((torch.zeros(0), None))
+
+
+class Stops(StoppingCriteria):
+    """Ends rows by their last tokens, and notes the tokens and the number of scores that it is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[torch.Tensor, int | None]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.calls.append((input_ids.clone(), None if scores is None else len(scores)))
+        return input_ids[:, -3:].sum(dim=1) % 11 == 0

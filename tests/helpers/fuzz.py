@@ -26,15 +26,17 @@ import numpy
 import torch
 import transformers
 from architectures import SPECIAL
-from copied_text import Forced, Noting, copying
+from copied_text import Forced, Noting, Stops, copying
 from fuzz_cases import Case, draw, draw_copying, model_of
 from fuzz_changes import PROGRAMS
 from hooks import ANY_SIZE, costs, force
 from parity import assert_equal_outputs
 from reports import capturing
 from torch import nn
+from transformers import DynamicCache
 
 import fastgen
+from fastgen.models.cache_names import CACHE
 from fastgen.ops import cpu_linear
 from fastgen.optimizer.transformers import kv_layers
 from fastgen.optimizer.transformers.drafts import DraftedSteps
@@ -106,7 +108,16 @@ def _with_states(model: nn.Module, case: Case, arguments: dict[str, Any], stock:
             return type(result).__name__ if isinstance(result, Exception) else result
         if case.copies:
             return _with_copied_text(model, case, arguments)
-        return model.generate(**case.inputs, **arguments)
+        if not (case.stops or case.passes_cache):
+            return model.generate(**case.inputs, **arguments)
+        objects: dict[str, Any] = {}
+        if case.stops:
+            objects["stopping_criteria"] = [Stops()]
+        if case.passes_cache:
+            objects[CACHE] = DynamicCache(config=model.config)
+        result = model.generate(**case.inputs, **arguments, **objects)
+        notes = [call for criterion in objects.get("stopping_criteria", ()) for call in criterion.calls]
+        return result, notes, objects.get(CACHE)
 
     def generate() -> Any:
         with fastgen.disabled() if stock else nullcontext():

@@ -81,6 +81,8 @@ class Case:
     by_embeddings: bool = False  # the model gets `inputs_embeds` in place of `input_ids`
     copies: bool = False  # user code forces a text that copies the prompt, and notes its calls
     pads: bool = False  # this text has padding tokens inside
+    stops: bool = False  # a stopping criterion of the program ends rows
+    passes_cache: bool = False  # an empty cache of the program is filled
     tokens_only: bool = False  # no scores, attentions and caches, which only the library's loops return
 
     def __str__(self) -> str:
@@ -152,6 +154,9 @@ def draw(seed: int) -> Case:
             "eos_token_id": random.sample(range(2, 90), 10),
             "max_new_tokens": random.choice((7, 12, 30)),
         }
+    case.stops = random.random() < 0.1
+    case.passes_cache = case.kind == "causal" and random.random() < 0.1 and case.arguments.get("use_cache", True)
+    case.words += ["(a criterion of the program)"] * case.stops + ["(a cache of the program)"] * case.passes_cache
     return case
 
 

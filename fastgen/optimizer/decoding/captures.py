@@ -124,8 +124,8 @@ class Repeatable:
     """The policy of calls that must not depend on earlier ones, whose graphs only save them a capture.
 
     The path of a step (the loop's cache or a static one, the forward or a replay) determines its last bits. So a call
-    takes the path that it would take as the first one. remembers: whether what calls prove and
-    measure of drafts counts for later ones.
+    takes the path that it would take as the first one. remembers: whether later calls use what
+    a call has proven and measured of drafts.
     """
 
     remembers = False
@@ -224,7 +224,7 @@ class Captures:
             return False
         size = size_of(self.loop.checks.decoder, self.loop.checks.known_code)
         rows: int = self.loop.rows
-        return is_worth_capturing(self.call.costs, size, rows, left, False, self.graphs.device)
+        return is_worth_capturing(self.call.costs, size, rows, left, is_captured=False, device=self.graphs.device)
 
     @property
     def _is_late(self) -> bool:
@@ -362,7 +362,7 @@ def is_worth_capturing(
     if CONFIG.cuda_graphs == "on":
         return True
     work = size.step(rows, device)
-    step, replay = costs.seconds(work, device), costs.seconds(work.computed, device)
+    step, replay = costs.seconds(work, device), costs.seconds(work.without_modules, device)
     captures = costs.captures(device)
     return (step - replay) * steps >= 2 * step * (captures.existing if is_captured else captures.new)
 
@@ -399,7 +399,7 @@ def can_capture(checks: Any, rows: int, steps: int) -> bool:
     device = weight.device
     size = size_of(decoder, checks.known_code)
     reasons = unwanted_reasons(call, device, steps) or graphs_of(checks.model, weight).refused or checks.capture
-    if not reasons and not is_worth_capturing(call.costs, size, rows, steps, True, device):
+    if not reasons and not is_worth_capturing(call.costs, size, rows, steps, is_captured=True, device=device):
         text = f"{steps} steps of {rows} rows would save less than the capture costs"
         reasons = [Reason("NOT_WORTH_CAPTURING", text)]
     if not (reasons := reasons or checks.rows):

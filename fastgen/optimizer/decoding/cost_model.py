@@ -1,11 +1,13 @@
 """Cost model: the seconds that parts of a call take, which decide what is worthwhile; never affects results.
 
     size_of(model)           ModelSize: modules and weights
-    size.step(rows)          Work: what a part of a call does; the module that takes a decision makes others
+    size.step(rows)          the `Work` of a decode step; other modules make a `Work` of their own
     costs.seconds(work)      by the rates of the device
 
-A decision compares the seconds that are saved with those that are added, where it is taken: `saves`, or `pays` if
-FASTGEN_SHARE may demand or forbid it.
+Each decision is taken in the module that it concerns. It compares what is saved with what is added: by `saves`, or by
+`pays` where FASTGEN_SHARE can force the answer. Decisions about prefills go by a CPU's rates on all devices: on a GPU
+the tokens take less time than the checks, and prompts are shared for the sake of the steps, which read them, and of the
+memory.
 
 A walk over all modules of a model takes milliseconds, as long as a tiny model takes for a token. So these decisions
 come before anything that looks at the modules, and use `size_of`, which caches a model's size: it is measured again
@@ -73,7 +75,8 @@ class Work(NamedTuple):
     """What a part of a call does.
 
     modules: the number of modules of which the host runs the Python, launches included. launches: the number of other
-    kernels; replayed: those in a graph. bytes: those that are read, while multiply_adds are computed.
+    kernels; replayed: those in a graph. bytes: that are read, and multiply_adds: both happen at the same time, so the
+    longer one counts.
     """
 
     modules: float = 0
@@ -83,8 +86,8 @@ class Work(NamedTuple):
     multiply_adds: float = 0
 
     @property
-    def computed(self) -> Work:
-        """The same without the Python of modules."""
+    def without_modules(self) -> Work:
+        """What a replay does."""
         return self._replace(modules=0)
 
 
@@ -104,11 +107,7 @@ class ModelSize:
     itemsize: int
 
     def tokens(self, count: int) -> Work:
-        """Returns what so many tokens add to a prefill.
-
-        Decisions about prefills go by a CPU's rates on all devices: on a GPU the tokens take less time than the checks,
-        and prompts are shared for the sake of the steps, which read them, and of the memory.
-        """
+        """Returns what so many tokens add to a prefill."""
         return Work(multiply_adds=self.weights * count)
 
     def step(self, rows: int, device: torch.device = _CPU) -> Work:
@@ -169,10 +168,11 @@ class ForwardTimes:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds of `Work`, and the thresholds of decisions.
+    """Seconds of `Work`, and those thresholds of decisions that first uses and tests replace.
 
-    rates: those of all devices; None: those of a CPU, or of an H200. Rates and thresholds are such that break-evens are
-    where they were measured, on an AMD EPYC (family 25, model 17) and on an H200 (docs/gpu-checks.md).
+    rates: those of all devices; None: those of a CPU, or of an H200 for each other device. Rates and thresholds are
+    such that break-evens are where they were measured, on an AMD EPYC (family 25, model 17) and on an H200
+    (docs/gpu-checks.md).
 
     share: overrides FASTGEN_SHARE.
 
@@ -231,7 +231,7 @@ class CostModel:
         """Whether sharing saves more than it costs, unless FASTGEN_SHARE demands or forbids it."""
         return self.saves(saved, *added, device=device) if self.shares is None else self.shares
 
-    def prefill_once(self, size: ModelSize) -> Work:
+    def overhead_of_prefill_once(self, size: ModelSize) -> Work:
         """Returns what a prefill with one row per input takes, whatever it saves."""
         return Work(self.prefill_overhead * (size.modules + _MODULES_OF_CALL))
 

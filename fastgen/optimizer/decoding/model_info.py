@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -21,11 +21,11 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.weight_norm import WeightNorm
 
 from fastgen.optimizer.decoding.guards import GLOBAL_HOOKS, OUTSIDE, Guards, KnownCode, is_from, qualified_name
-from fastgen.optimizer.decoding.report import Reason
+from fastgen.optimizer.decoding.report import PREFIX, Reason
 from fastgen.provenance import packages_of
 
-# Of `ModelInfo.proofs`: a prefill with fewer rows, which are expanded afterwards.
-FEWER_ROWS = "fewer rows"
+# The key in `ModelInfo.proofs` of a prefill with fewer rows, which are expanded afterwards.
+FEWER_ROWS = ("fewer rows",)
 
 # The methods through which a module is called.
 _ENTRIES = frozenset({"forward", "_old_forward", "__call__"})
@@ -45,14 +45,16 @@ class ModelInfo:
     last three, in words. altered: the names of modules that do not run the library's code alone; contains None if that
     is true of all modules, because of global hooks or code in the library's files.
 
-    proofs: what first uses of the model have shown, by what was used: the reasons against it, empty if it was right.
+    proofs: what first uses of the model have shown: the reasons against what was used, none if it was right. Keys:
+    `FEWER_ROWS`; PREFIX, the type of the tokens or None, and whether padding follows the prefix; DRAFTS, whether the
+    cache is static, and the kind of call.
     """
 
     def __init__(self, model: nn.Module, known_code: KnownCode) -> None:
         modules = dict(model.named_modules())
         self._modules = {name: ref(module) for name, module in modules.items()}
         self.guards, self.kinds = Guards(modules, known_code), dict.fromkeys(map(type, modules.values()))
-        self.proofs: dict[Hashable, list[Reason]] = {}
+        self.proofs: dict[tuple[Any, ...], list[Reason]] = {}
         self.in_training = [name for name, module in modules.items() if module.training]
         self.training = next(filter(None, (_switched_on(name, modules[name]) for name in self.in_training)), None)
         self.compiled = [name for name, module in modules.items() if _is_compiled(module)]
@@ -113,8 +115,8 @@ def facts_of(model: nn.Module, known_code: KnownCode) -> ModelInfo:
     if previous is not None and previous.guards.known_code is known_code and previous.guards.check() is None:
         return previous
     facts = _facts[model] = ModelInfo(model, known_code)
-    if previous is not None and (reasons := previous.proofs.get(FEWER_ROWS)):
-        facts.proofs[FEWER_ROWS] = reasons  # without reasons it is tried again: a changed model may store more
+    if previous is not None:  # what was right is tried again: a changed model may store more
+        facts.proofs.update((use, reasons) for use, reasons in previous.proofs.items() if reasons and use[0] != PREFIX)
     return facts
 
 

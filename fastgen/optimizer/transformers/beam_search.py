@@ -125,19 +125,18 @@ class BeamSearch:
         self.complete = torch.zeros_like(self.scores, dtype=torch.bool)
         self.can_improve = torch.ones((inputs, 1), dtype=torch.bool, device=device)
         self.is_full = torch.zeros_like(self.can_improve)
+        self.outputs = Outputs(config)
         is_trie_alone = [*map(type, step.processors)] == [PrefixConstrainedLogitsProcessor]
-        self.is_constrained = is_trie_alone and not (config.output_scores or config.do_sample)
+        self.is_constrained = is_trie_alone and not (self.outputs.collects or config.do_sample)
         self.batch_index = torch.arange(inputs, device=device)
         self.beam_ids = torch.arange(self.num_beams, device=device)
         self.first_rows = torch.arange(0, rows, self.num_beams, device=device)[:, None]  # of all inputs
         # The other candidates only ensure that enough continue.
         self.may_end = torch.arange(self.num_candidates, device=device) < self.num_beams
         self.results: tuple[Tensor, ...] | None = None  # the hypotheses of all inputs, once some have left
-        # The row that each token was chosen for in its step, of the beams and of the best hypotheses; -1 after the end.
         self.parents = torch.empty((rows, 0), dtype=torch.int32, device=device)
         generated = config.max_length - self.prompt_length
         self.best_parents = torch.full((inputs, self.num_beams, generated), -1, dtype=torch.int32, device=device)
-        self.outputs = Outputs(config)
         self.late_stop = LateStopCheck(device) if step.stops_late and not config.do_sample else None
         self.has_ended = torch.zeros((), dtype=torch.bool, device=device)
 
@@ -172,8 +171,7 @@ class BeamSearch:
             log_probs = functional.log_softmax(logits, dim=-1)
             if self.step.processors:
                 log_probs = self.step.processors(self.input_ids, log_probs)
-            if self.outputs.collects:  # of tensors that nobody else holds: a processor may keep its own
-                self.outputs.add(logits.clone(), log_probs.clone() if self.step.processors else log_probs)
+            self.outputs.add(logits, log_probs, copies=True)
             # With the library's operations, so that errors are the library's: a processor may remove or add tokens.
             by_beam = torch.reshape(log_probs, [*self.scores.shape, *log_probs.shape[1:]])
             log_probs = by_beam.flatten(0, 1)
@@ -221,10 +219,12 @@ class BeamSearch:
         Returns whether the search has ended, and for each input whether its hypotheses are final.
         """
         length = self.input_ids.shape[1] + 1
-        continued = tokens.view(-1, 1).expand(-1, length)  # criteria of single rows read the length and the last token
-        if not self.step.checks.stops_by_row:
-            continued = torch.cat([self.input_ids[parents.flatten()], tokens.view(-1, 1)], dim=1)
-        ended = stopping_criteria(continued, self.outputs.scores).view(tokens.shape)
+        continued = None  # the tokens of all candidates, `[B, C, length]`
+        if self.step.checks.stops_by_row:  # by the length and the last token
+            ended = stopping_criteria(tokens.view(-1, 1).expand(-1, length), None).view(tokens.shape)
+        else:  # a criterion of the program may also write into the tokens
+            continued = joined(self.input_ids, parents, tokens)
+            ended = stopping_criteria(continued.view(-1, length), self.outputs.scores).view(tokens.shape)
         continuing = torch.add(candidates, ended, alpha=OUT)
         chosen = torch.topk(continuing, k=self.num_beams)[1]
         self.scores = continuing.gather(1, chosen)
@@ -240,13 +240,18 @@ class BeamSearch:
             unmoved = False
             is_final = []
         if not unmoved:
-            self.move_best(self.best, entering, self.input_ids, parents, tokens)
+            if (tokens_of := continued) is None:
+                tokens_of = joined(self.input_ids, parents, tokens)
+            self.move_best(self.best, entering, tokens_of)
             if self.outputs.is_dict:
-                self.move_best(self.best_parents, entering, self.parents, parents, parents)
+                self.move_best(self.best_parents, entering, joined(self.parents, parents, parents))
         beam_idx = parents.gather(1, chosen).flatten()
         if not stop:
-            next_tokens = tokens.gather(1, chosen).view(-1, 1)
-            self.input_ids = torch.cat([self.input_ids.index_select(0, beam_idx), next_tokens], dim=1)
+            if continued is None:
+                next_tokens = tokens.gather(1, chosen).view(-1, 1)
+                self.input_ids = torch.cat([self.input_ids.index_select(0, beam_idx), next_tokens], dim=1)
+            else:
+                self.input_ids = continued.take_along_dim(chosen[:, :, None], dim=1).flatten(0, 1)
             if self.outputs.is_dict:
                 chosen_rows = beam_idx[:, None].int()
                 self.parents = torch.cat([self.parents.index_select(0, beam_idx), chosen_rows], dim=1)
@@ -291,15 +296,11 @@ class BeamSearch:
         return (~self.can_improve | self.is_full) & (worst > LOWEST)
 
     @staticmethod
-    def move_best(best: Tensor, entering: Tensor, rows: Tensor, parents: Tensor, added: Tensor) -> None:
-        """Writes what belongs to the best hypotheses, see `enter`: the candidates are rows `parents` and what is added.
-
-        best: `[B, M, max_length]`. rows: `[B * M, length]`. added: `[B, C]`.
-        """
-        length = rows.shape[1] + 1
-        continued = torch.cat([rows[parents], added[:, :, None].to(rows.dtype)], dim=2)  # [B, C, length]
-        merged = torch.cat([best[:, :, :length], continued], dim=1)
-        best[:, :, :length] = merged.gather(1, entering[:, :, None].expand(-1, -1, length))
+    def move_best(best: Tensor, entering: Tensor, candidates: Tensor) -> None:
+        """Writes what belongs to the best hypotheses, see `enter`: `[B, M, max_length]`, out of `[B, C, length]`."""
+        length = candidates.shape[2]
+        merged = torch.cat([best[:, :, :length], candidates], dim=1)
+        best[:, :, :length] = merged.take_along_dim(entering[:, :, None], dim=1)
 
     def compact(self, remaining: list[int]) -> None:
         """Drops the inputs that are not among `remaining`."""
@@ -319,3 +320,8 @@ class BeamSearch:
         for results, values in zip(self.results, current):
             results[self.batch_index] = values
         return self.results
+
+
+def joined(rows: Tensor, parents: Tensor, added: Tensor) -> Tensor:
+    """Returns the rows `parents` of `[B * M, length]`, `[B, C]`, with what is added to each: `[B, C, length + 1]`."""
+    return torch.cat([rows[parents], added[:, :, None].to(rows.dtype)], dim=2)

@@ -1,14 +1,11 @@
-"""One call of `GenerationMixin.generate`: its patch, faster forwards while it runs, and the outputs its caller uses.
+"""One call of `GenerationMixin.generate`: its patch, and faster forwards while it runs.
 
     generate                        creates the GenerateCall, and stores what the arguments say about the call
       swap_forwards                 for the time of the call, on the modules of large models
-      _sample, _beam_search         token_loop.py, beam_search.py: a turn for each token; without outputs nobody reads
+      _sample, _beam_search         token_loop.py, beam_search.py: a turn for each token; outputs.py: what they return
         _prefill                    prefill.py: once per input; its cache becomes a KVCache
         forward                     decode_step.py: eager, captured, replayed
     end of the call                 caches become the library's again, and the report is complete
-
-fastgen's loops serve calls that return no scores or hidden states of each step. fastgen's command and the patches of
-Seamless M4T declare with `only_outputs` what they read: such a call runs as one that returns sequences alone.
 
 Tests: tests/optimizer/transformers/test_generate_models.py, tests/optimizer/transformers/test_generate_options.py,
 tests/optimizer/transformers/test_returned_cache.py, tests/optimizer/transformers/test_beam_scores.py,
@@ -120,7 +117,7 @@ def _tiny_reasons(
     size = size_of(model, checks.KNOWN)
     costs = call.costs
     is_short = steps <= MOST_STEPS_OF_TINY_CALL
-    is_tiny = is_short and not costs.pays(size.tokens(rows * prompt.numel()), costs.prefill_once(size))
+    is_tiny = is_short and not costs.pays(size.tokens(rows * prompt.numel()), costs.overhead_of_prefill_once(size))
     return [TOO_SMALL] if is_tiny and not should_swap(costs, size, steps) else []
 
 

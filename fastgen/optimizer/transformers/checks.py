@@ -4,8 +4,9 @@ Each part of a call has tables of reasons: code, text and condition. fastgen doe
 a reason, add a row. `check` registers the parts that a table is for. fastgen/reasons.py explains the codes.
 
 Before any of these, the patch of `generate` switches fastgen off for tiny calls, and first_use.py for code that no test
-has seen. The `CostModel` decides first whether a part is worthwhile. row_groups.py finds reasons in arguments, and
-kv_layers.py reasons in caches, for these tables; prefixes.py and `captures.can_capture` have tables of their own.
+has seen. Whether a part is worthwhile is decided first, by the seconds of the `CostModel`. row_groups.py finds reasons
+in arguments, and kv_layers.py reasons in caches, for these tables; prefixes.py and `captures.can_capture` have tables
+of their own.
 
 Tests: tests/optimizer/transformers/test_replaced_code.py, tests/optimizer/transformers/test_training_mode.py,
 tests/optimizer/transformers/test_captured_steps.py, tests/optimizer/transformers/test_replaced_loop.py,

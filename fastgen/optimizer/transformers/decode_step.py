@@ -46,9 +46,10 @@ def is_worth_compacting(
 
     steps_left: the most steps that may follow; their expected number is estimated from `steps_done`.
     """
+    if leaving < costs.min_leaving * rows:
+        return False
     steps = min(steps_left, max(steps_done, costs.min_steps_expected))
-    pays = costs.pays(size.tokens(leaving * steps), costs.prefill_once(size))
-    return leaving >= costs.min_leaving * rows and pays
+    return costs.pays(size.tokens(leaving * steps), costs.overhead_of_prefill_once(size))
 
 
 class TransformersDecodeStep(DecodeStep):
@@ -165,10 +166,10 @@ class TransformersDecodeStep(DecodeStep):
         self.mode.drop(self)
 
     def seconds(self) -> tuple[float, float]:
-        """Returns the seconds of a step, and of its replay."""
+        """Returns the seconds of a step, and of its replay, on a CPU: nowhere else are there drafts."""
         costs = self.call.costs
         work = size_of(self.model, self.checks.known_code).step(self.rows)
-        return costs.seconds(work), costs.seconds(work.computed)
+        return costs.seconds(work), costs.seconds(work.without_modules)
 
     def reasons_against_drafts(self, tokens: Tensor) -> list[Reason]:
         """Returns why this call has no drafts; called after the prefill."""

@@ -9,7 +9,8 @@ several differently. So drafts need a class whose inputs of one token depend on 
 (`CallChecks.drafts`), and arguments whose columns are known (`inputs_ahead`).
 
 A first use is compared: the first draft is checked by steps of one token as well, which the loop needs anyway. Only if
-both give the same logits at two positions are drafts trusted for this model and calls of this kind.
+both give the same logits at two positions are drafts trusted for this model and calls of this kind, until something in
+the model is replaced. Other logits count for good.
 
 Tests: tests/optimizer/transformers/test_drafts.py, tests/optimizer/transformers/test_drafted_inputs.py,
 tests/optimizer/transformers/test_drafted_architectures.py
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -48,8 +49,10 @@ KEPT_LOGITS = "logits_to_keep"
 WITHOUT_COLUMNS = (*CACHE_NAMES, "encoder_outputs", "tokenizer")
 PLAIN_TYPES = (type(None), bool, str)
 
-# Measured times of a model's forwards, by kinds of calls.
-_times: WeakKeyDictionary[Any, defaultdict[Hashable, ForwardTimes]] = WeakKeyDictionary()
+Kind = tuple[Any, ...]  # of a forward: what chooses its code
+
+# Measured times of a model's forwards.
+_times: WeakKeyDictionary[Any, defaultdict[Kind, ForwardTimes]] = WeakKeyDictionary()
 _padding_of_modules: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
 
 
@@ -65,7 +68,7 @@ class Checked:
     outputs: Any
     logits: Tensor
     version: int
-    kind: Hashable
+    kind: Kind
     used: int = 0
 
     def follows(self, newest: list[int]) -> bool:
@@ -90,11 +93,11 @@ class DraftedSteps:
         self.trial: Checked | None = None
         self.is_left_alone = False
         self._reasons: list[Reason] | None = None  # against drafts in this call, once there is one
-        self._kinds: dict[bool, Hashable] = {}  # of forwards, by whether the cache is static
-        self._own_proofs: dict[Hashable, list[Reason]] = {}
+        self._kinds: dict[bool, Kind] = {}  # of forwards, by whether the cache is static
+        self._own_proofs: dict[Kind, list[Reason]] = {}
 
     @property
-    def kind(self) -> Hashable:
+    def kind(self) -> Kind:
         """The kind of a forward now: with such arguments, and with a static cache or the loop's own."""
         is_static = self.step.is_static()
         if is_static not in self._kinds:
@@ -102,7 +105,7 @@ class DraftedSteps:
         return self._kinds[is_static]
 
     @property
-    def proofs(self) -> dict[Hashable, list[Reason]]:
+    def proofs(self) -> dict[Kind, list[Reason]]:
         """For each kind of forward that was compared: the reasons against drafts, none if it was right."""
         facts = self.call.facts_of(self.model, self.step.checks.known_code)
         return facts.proofs if self.policy.remembers else self._own_proofs
@@ -238,7 +241,7 @@ class DraftedSteps:
             if differs_sync(logits.to(trial.logits.dtype), trial.logits[:, trial.used]):
                 self._refuse("a forward of several tokens gave other logits", trial.kind)
             elif trial.used == 1:
-                self.proofs[trial.kind] = []
+                self.proofs.setdefault(trial.kind, [])
                 self.trial = None
             else:
                 trial.used = 1
@@ -260,7 +263,7 @@ class DraftedSteps:
                 trial.logits = trial.logits.clone()  # replays overwrite them
                 self.trial = trial
 
-    def _refuse(self, text: str, kind: Hashable) -> None:
+    def _refuse(self, text: str, kind: Kind) -> None:
         """Checks no more drafts in calls with forwards of this kind."""
         reasons = self.proofs[kind] = [self._refusal(text)]
         self.trial = None
@@ -277,13 +280,13 @@ class DraftedSteps:
     def _timed(self, size: int, run: Callable[..., Any], *arguments: Any) -> Any:
         """Runs a forward of so many tokens per row and notes its time."""
         path = self.step.path(size)
-        kind = self.kind
+        times = self._times_of(self.kind)
         started = time.perf_counter()
         result = run(*arguments)
-        self._times_of(kind).add(len(self.drafts.texts), size, path, time.perf_counter() - started)
+        times.add(len(self.drafts.texts), size, path, time.perf_counter() - started)
         return result
 
-    def _times_of(self, kind: Hashable) -> ForwardTimes:
+    def _times_of(self, kind: Kind) -> ForwardTimes:
         return _times.setdefault(self.model, defaultdict(ForwardTimes))[kind]
 
 

@@ -48,6 +48,7 @@ from fastgen.optimizer.decoding.model_info import ModelInfo
 from fastgen.optimizer.decoding.report import PREFILL, Reason, that_hold
 from fastgen.optimizer.transformers import kv_layers
 from fastgen.optimizer.transformers.checks import KNOWN, CallChecks, EndsEarly, HostModel, generate_call
+from fastgen.optimizer.transformers.prefixes import longest_sync
 from fastgen.optimizer.transformers.sources import is_users, scores_differ
 from fastgen.optimizer.transformers.verification import VerifiedCall
 from fastgen.optimizer.trust import NotComparable
@@ -173,11 +174,22 @@ class FirstUse:
         for config in filter(None, (self.arguments.get("generation_config"), model.generation_config)):
             names |= {name for name, value in vars(config).items() if value != defaults.get(name)}
         mode = (*several, bool(self._setting("do_sample")), max(inputs, default=1) > 1, tuple(sorted(names)))
+        mode += (self._has_common_prefix(),)
         attention = getattr(model.config, "_attn_implementation", None)
         self._kind = type(model), model.dtype, weight.device.type, attention, *mode
         parts = type(model).__module__, type(model).__qualname__, *self._kind[1:], _state_of(self.call, model)
         key = trust.key_of(sorted(unknown.items()), *parts)
         return (type(model), key) if None in unknown.values() else key
+
+    def _has_common_prefix(self) -> bool:
+        """Whether the rows of the prompt begin alike, so that fastgen may compute their prefix once."""
+        prompt, mask = (
+            self.arguments.get("inputs", self.arguments.get("input_ids")),
+            self.arguments.get("attention_mask"),
+        )
+        if not isinstance(prompt, Tensor) or prompt.dim() != 2 or self.model.config.is_encoder_decoder:
+            return False
+        return longest_sync({"input_ids": prompt, "attention_mask": mask}, self.model.config).length > 1
 
     def generate(self, original: Callable, accelerated: Callable[..., Any]) -> Any:
         """Returns the output of the call: fastgen's if a trial has shown no difference, otherwise transformers'.

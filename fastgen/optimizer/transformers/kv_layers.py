@@ -496,7 +496,7 @@ def cache_of(arguments: dict[str, Any]) -> Cache | None:
 
 
 def rollback_of(cache: Cache | None, modules: Iterable[nn.Module] = ()) -> Rollback:
-    """Returns a context that restores a cache, see `undo_of`, and the tensors that modules hold, unless it is kept."""
+    """Returns a context that restores a cache, see `undo_of`, and modules' tensors, unless `keep` was called."""
     rollback = Rollback()
     rollback.callback(undo_of_tensors(modules))
     if cache is not None:

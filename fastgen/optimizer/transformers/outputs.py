@@ -1,4 +1,8 @@
-"""What a decoding loop returns besides tokens: `Outputs` of fastgen's loops, and `only_outputs`.
+"""What a decoding loop returns besides tokens.
+
+`Outputs` collects it in fastgen's loops, for all calls but those that return attentions or hidden states of each step.
+fastgen's command and the patches of Seamless M4T declare with `only_outputs` what they read: such a call runs as one
+that returns sequences alone.
 
 Tests: tests/optimizer/transformers/test_loop_outputs.py, tests/optimizer/transformers/test_beam_scores.py
 """
@@ -48,12 +52,12 @@ class Outputs:
         """Whether each step has scores or logits to be kept."""
         return self.scores is not None or self.logits is not None
 
-    def add(self, logits: Tensor, scores: Tensor) -> None:
-        """Keeps those of a step that the caller wants, without a copy."""
+    def add(self, logits: Tensor, scores: Tensor, copies: bool = False) -> None:
+        """Keeps those of a step that the caller wants; copies: those of which others may hold the tensors."""
         if self.scores is not None:
-            self.scores += (scores,)
+            self.scores += (scores.clone() if copies else scores,)
         if self.logits is not None:
-            self.logits += (logits,)
+            self.logits += (logits.clone() if copies else logits,)
 
     def of(self, sequences: Tensor, step: TransformersDecodeStep, **of_beams: Any) -> Any:
         """Returns the sequences alone, or the library's dictionary. of_beams: what only beam search returns."""

@@ -274,7 +274,7 @@ def too_small_reasons(call: GenerateCall, model: HostModel, arguments: dict[str,
     size = size_of(model, KNOWN)
     costs = call.costs
     tokens = (row_count - groups) * length
-    saved, added = size.tokens(tokens), costs.prefill_once(size)
+    saved, added = size.tokens(tokens), costs.overhead_of_prefill_once(size)
     if costs.pays(saved, added):
         return []
     if costs.shares is False:

@@ -114,7 +114,7 @@ def column_names(arguments: dict[str, Any]) -> list[str]:
 
 def forward_of_prefix(costs: CostModel, size: ModelSize) -> tuple[Work, Work]:
     """Returns what an additional forward for a common prefix takes, whatever it saves."""
-    return costs.prefill_once(size), size.step(1)
+    return costs.overhead_of_prefill_once(size), size.step(1)
 
 
 def common_prefix_sync(checks: CallChecks, arguments: dict[str, Any], generation_config: Any) -> CommonPrefix | None:

@@ -1,4 +1,4 @@
-"""`GenerationMixin._sample`: captured steps, and compaction on a CPU. All other calls go to the library's loop.
+"""`GenerationMixin._sample`: captured steps, and on a CPU drafts and compaction. Other calls go to the library's loop.
 
 Rows that have ended leave the batch. In sampling, random numbers are still drawn for all rows, as by the library, so
 that a seed gives the same samples.
@@ -116,8 +116,8 @@ def _may_draft(checks: CallChecks, steps: int) -> bool:
 def is_worth_drafting(costs: CostModel, size: ModelSize, rows: int, steps: int) -> bool:
     """Whether it is worthwhile to look for drafts in a call of so many steps."""
     step = size.step(rows)
-    computes = costs.saves(step.computed, Work(costs.min_computed * step.modules))
-    return computes and steps >= MIN_DRAFT_STEPS and rows <= MOST_DRAFT_ROWS
+    least = costs.min_computed * costs.seconds(Work(step.modules))
+    return steps >= MIN_DRAFT_STEPS and rows <= MOST_DRAFT_ROWS and costs.seconds(step.without_modules) >= least
 
 
 def _can_end_early(input_ids: Tensor, stopping_criteria: Any, config: Any) -> bool:
@@ -198,7 +198,10 @@ class TokenLoop:
         self.input_ids = torch.cat([self.input_ids, tokens[:, None]], dim=1)
         if streamer is not None and not compat.STREAMS_AFTER_CRITERIA:
             streamer.put(tokens.cpu())
-        self.unfinished = self.unfinished & ~stopping_criteria(self.input_ids, self.outputs.scores)
+        ended = stopping_criteria(self.input_ids, self.outputs.scores)
+        if ended.dtype != torch.bool:  # of a program's criteria; the library counts with integers
+            ended = ~(self.unfinished.long() & ~ended).bool()
+        self.unfinished = self.unfinished & ~ended
         if streamer is not None and compat.STREAMS_AFTER_CRITERIA:
             streamer.put(tokens.cpu())
         has_ended = ~self.unfinished.any()
@@ -212,8 +215,8 @@ class TokenLoop:
         return self.input_ids.shape[1] >= self.config.max_length
 
     def drawn(self, probs: Tensor) -> Tensor:
-        """Draws a token per row from probabilities `[rows, vocabulary_size]`; any token for rows that have ended."""
-        live = self.unfinished
+        """Draws a token per row from probabilities `[rows, vocabulary_size]`; any token for a row that gets padding."""
+        live = self.unfinished if self.pads else torch.ones_like(self.unfinished)
         draws_itself = self.draws_itself and probs.shape[:-1] == live.shape
         all_unfinished = draws_itself and len(probs) == self.all_rows and bool(live.all())
         is_torchs = not draws_itself or (all_unfinished and probs.numel() < MIN_ELEMENTS_TO_DRAW)

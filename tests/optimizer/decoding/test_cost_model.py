@@ -33,12 +33,12 @@ REPEATED = {"input_ids": token_ids(1, 9).expand(6, 9).contiguous()}
 
 
 def should_prefill_once(size: ModelSize, tokens: int) -> bool:
-    return COSTS.pays(size.tokens(tokens), COSTS.prefill_once(size))
+    return COSTS.pays(size.tokens(tokens), COSTS.overhead_of_prefill_once(size))
 
 
 def test_a_gpu_computes_beside_the_host():
     work = Work(modules=10, bytes=1e9)
-    host, computed = COSTS.seconds(Work(modules=10)), COSTS.seconds(work.computed)
+    host, computed = COSTS.seconds(Work(modules=10)), COSTS.seconds(work.without_modules)
     assert COSTS.seconds(work) == pytest.approx(host + computed)
     assert COSTS.seconds(work, CUDA) == pytest.approx(max(10 * GPU.module, 1e9 / GPU.bytes))
 
@@ -77,7 +77,7 @@ def test_the_reason_gives_the_numbers():
     model.generate(**padded(9, 5), **BEAMS)
     [reason] = [reason for _, reason in fastgen.explain().not_done if reason.code == "TOO_SMALL"]
     size = size_of(model, KNOWN)
-    saved, overhead = (COSTS.seconds(work) * 1e3 for work in (size.tokens(36), COSTS.prefill_once(size)))
+    saved, overhead = (COSTS.seconds(work) * 1e3 for work in (size.tokens(36), COSTS.overhead_of_prefill_once(size)))
     costs_of_both = f"save about {saved:.2f} ms, the overhead is {overhead:.2f} ms"
     assert reason.detail == f"36 tokens fewer {costs_of_both}"
 

@@ -268,6 +268,32 @@ def test_forwards_far_slower_than_estimated_are_measured(cuda_graphs, monkeypatc
         assert forced(model, inputs).drafted, "slow forwards without a replay say nothing of replays"
 
 
+def test_after_a_change_of_the_model_drafts_are_proven_again():
+    model, inputs = tiny("llama"), inputs_of("llama", 30)
+    with capturing("off", drafts="auto"):
+        assert forced(model, inputs).drafted
+        with watched("forward of a draft") as forwards:
+            forced(model, inputs)
+        model.train().eval()  # nothing is replaced
+        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_disable()
+        with watched("forward of a draft") as after_change:
+            assert forced(model, inputs).drafted
+    assert not any(call.kwargs.get("is_trial") for call in forwards)
+    assert sum(call.kwargs.get("is_trial", False) for call in after_change) == 1
+
+
+def test_a_refusal_of_drafts_outlives_a_change():
+    model, inputs = tiny("llama"), inputs_of("llama", 30)
+    with capturing("off", drafts="auto"):
+        with replaced("forward of a draft", wrong):
+            assert "DRAFTS_REFUSED" in forced(model, inputs).codes(DRAFTS)
+        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_disable()
+        report = forced(model, inputs)
+    assert not report.drafted and "DRAFTS_REFUSED" in report.codes(DRAFTS)
+
+
 def times(eager: float, replayed: float) -> dict[tuple[int, int, str], tuple[float, float]]:
     """Returns measured times of forwards of several tokens, in steps of one token."""
     kinds = ("eager", eager), ("replay", replayed)

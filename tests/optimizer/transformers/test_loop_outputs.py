@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
 
+import fastgen
 from fastgen.optimizer.decoding.report import COMPACTION, LOOP
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
 from fastgen.testing import configured
@@ -84,6 +85,18 @@ def test_inputs_of_sampled_beams_stay():
     assert torch.equal(both.stock, both.fast) and both.report.codes(COMPACTION) == {"SAMPLED_BEAMS"}
 
 
+@pytest.mark.parametrize("outputs", OUTPUTS)
+@GRAPHS
+def test_a_trie_gives_outputs_of_every_step(outputs, cuda_graphs):
+    model = tiny("llama")
+    outputs_of_trie = [*token_ids(40, 8, seed=4).tolist(), [7, 8], [7, 9, 10]]
+    trie = fastgen.PrefixTrie([[*output, 2] for output in outputs_of_trie], at_dead_ends=[2])
+    arguments = NEW | DECODING["beams"] | OUTPUTS[outputs] | {"prefix_allowed_tokens_fn": trie.after(9)}
+    with capturing(cuda_graphs):
+        both = run_both(lambda: model.generate(**padded(9, 9), **arguments))
+    assert_equal_outputs(both.stock, both.fast)
+
+
 @pytest.mark.parametrize("outputs", ({"output_attentions": True}, {"output_hidden_states": True}))
 @WAYS
 def test_states_of_layers_are_collected_by_the_library(way, outputs):
@@ -153,6 +166,61 @@ def test_a_criterion_of_the_program_gets_what_it_gets_there(way, cuda_graphs, ou
     assert_equal_outputs(both.stock, both.fast)
     assert_equal_outputs(notes[0].calls, notes[1].calls)
     assert not both.report.codes(LOOP) or (way == "greedy" and cuda_graphs == "off")
+
+
+class Answering(StoppingCriteria):
+    """Answers by a function of the tokens."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return self.answer(input_ids)
+
+
+def written(input_ids: torch.Tensor) -> torch.Tensor:
+    input_ids[:, -1].add_(1).remainder_(90)
+    input_ids[:, 0] = 9
+    return input_ids[:, -1] % 7 == 0
+
+
+ANSWERS = {
+    "bytes": lambda ids: (ids[:, -1] % 5 == 0).to(torch.uint8),
+    "integers": lambda ids: (ids[:, -1] % 5 == 0).long(),
+    "written tokens": written,
+    "a column": lambda ids: (ids[:, -1] % 5 == 0)[:, None],
+}
+
+
+@WAYS
+@GRAPHS
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_criteria_may_answer_in_any_way(answer, way, cuda_graphs):
+    """What the library refuses raises an error of the same class."""
+    model = tiny("llama")
+
+    def call() -> Any:
+        criteria = [Answering(ANSWERS[answer])]
+        try:
+            return model.generate(**padded(9, 9), **NEW | DECODING[way], stopping_criteria=criteria)
+        except Exception as error:
+            return type(error).__name__
+
+    with capturing(cuda_graphs):
+        both = run_both(call)
+    assert_equal_outputs(both.stock, both.fast)
+
+
+@pytest.mark.parametrize("way", ("greedy", "samples"))
+@GRAPHS
+def test_without_an_end_token_ended_rows_go_on(way, cuda_graphs):
+    model = tiny("llama")
+    arguments = NEW | DECODING[way] | {"eos_token_id": None, "pad_token_id": None}
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+    criteria = [Answering(lambda ids: ids[:, -1] % 3 == 0)]
+    with capturing(cuda_graphs):
+        both = run_both(lambda: model.generate(**padded(9, 9), **arguments, stopping_criteria=criteria))
+    assert torch.equal(both.stock, both.fast)
 
 
 def characters(size: int) -> PreTrainedTokenizerFast:

@@ -2,7 +2,7 @@
 
 An inner call of `generate` runs the encoder and the text decoder; then come text-to-unit and vocoder. The library asks
 the inner call for the scores and hidden states of every step, but uses only its sequences and the encoder's states
-(call.py). For speech it then calls the encoder again, with the same input: its first output is reused.
+(outputs.py). For speech it then calls the encoder again, with the same input: its first output is reused.
 
 The decoders are M2M100's, with sinusoidal positions. At every step the library checks whether its table of positions is
 long enough, which waits for the device. In captured steps the number of positions is on the device and is not read; the

@@ -16,8 +16,9 @@ tests/ops/test_cpu_linear.py
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import BuiltinFunctionType, NoneType
 from typing import Any
@@ -49,6 +50,8 @@ from fastgen.patching import disabled
 
 # A call with at most so many steps, whose prefill is too small to gain, bypasses fastgen.
 MOST_STEPS_OF_TINY_CALL = 2
+
+CAST_ONCE = "weights under autocast: cast once"
 
 TOO_SMALL = Reason("TOO_SMALL", "the model and the call are too small to gain")
 
@@ -90,7 +93,7 @@ def _accelerated(original: Callable, call: GenerateCall, self: checks.HostModel,
         text = "custom_generate may read the cache: plain layers, keys and values stored for each row"
         call.report.add_reasons(KV_CACHE, [Reason("CUSTOM_GENERATE", text)])
     try:
-        with swap_forwards(self, args, kwargs, call):
+        with swap_forwards(self, args, kwargs, call), casting_once(call, self):
             result = original(self, *args, **kwargs)
     finally:
         call.host.checks = None  # they hold the model and all arguments
@@ -133,6 +136,8 @@ def swap_forwards(
     """
     if not should_swap(call.costs, size_of(model, checks.KNOWN), kwargs.get("max_new_tokens")):
         return nullcontext()
+    if torch.is_autocast_enabled("cpu") or casts_in_forward(model):  # then products are torch's
+        return nullcontext()
     facts = call.facts_of(model, checks.KNOWN)
     asked = [kwargs.get("cache_implementation")]
     for config in (kwargs.get("generation_config"), *args, getattr(model, "generation_config", None)):
@@ -141,6 +146,53 @@ def swap_forwards(
     if facts.compiled or is_static or not all(map(_NEVER_COMPILED.__contains__, asked)):
         return nullcontext()
     return faster_forwards(call, {model: facts.modules.values()}, forwards())
+
+
+# Mixed precision.
+
+
+def casts_in_forward(model: checks.HostModel) -> bool:
+    """Whether accelerate has prepared the model with mixed precision: each forward enters autocast and leaves it."""
+    return "_original_forward" in vars(model)
+
+
+@contextmanager
+def casting_once(call: GenerateCall, model: checks.HostModel) -> Iterator[None]:
+    """A context in which such a model casts each of its trainable weights once, and not in each step.
+
+    torch keeps the casts until the outermost autocast ends, which is here the end of the call. The optimizer's next
+    step is seen, therefore; what changes weights during the call would not be: then they are cast in each step.
+    """
+    keeps = casts_in_forward(model) and not call.host.has_callbacks and _can_keep_casts(call, model)
+    if keeps:
+        torch.autocast_increment_nesting()
+        call.is_accelerated = True
+    try:
+        yield
+    finally:
+        if keeps:
+            call.report.shared.append(CAST_ONCE)
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+
+
+def _can_keep_casts(call: GenerateCall, model: checks.HostModel) -> bool:
+    """Whether weights stay where they are during the call, and their casts fit into the free memory."""
+    facts = call.facts_of(model, checks.KNOWN)
+    modules = facts.modules.values()
+    weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
+    moves = facts.is_sharded or facts.hooks or any("_hf_hook" in vars(module) for module in modules)
+    is_plain = all(type(weight) is nn.Parameter and not hasattr(weight, "ds_id") for weight in weights)  # DeepSpeed's
+    if moves or not is_plain or len(facts.devices) != 1:
+        return False
+    needed = sum(2 * weight.numel() for weight in weights if weight.requires_grad and weight.dtype == torch.float32)
+    return needed <= _free_memory(weights[0].device)
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def forwards() -> dict[type[nn.Module], Forward]:

@@ -116,8 +116,8 @@ CODES: dict[str, dict[str, str]] = {
         "SLIDING_WINDOW": "a sliding window that is shorter than the call: no static cache",
         "STATIC_CACHE": "a `StaticCache` stores keys and values for each row",
         "USER_CACHE": (
-            "the caller passed a cache: no row leaves it, a `StaticCache` stays the library's, and steps are not "
-            "captured if user code runs in each step, which may read the cache"
+            "the caller passed a cache: finished inputs stay, the library fills a `StaticCache`, no prefix is kept; if "
+            "user code runs in each step, it may read the cache, so nothing is captured or drafted"
         ),
     },
     "The model and user code": {

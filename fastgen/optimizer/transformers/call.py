@@ -2,6 +2,7 @@
 
     generate                        creates the GenerateCall, and stores what the arguments say about the call
       swap_forwards                 for the time of the call, on the modules of large models
+      casting_once                  for models of accelerate's mixed precision
       _sample, _beam_search         token_loop.py, beam_search.py: a turn for each token; outputs.py: what they return
         _prefill                    prefill.py: once per input; its cache becomes a KVCache
         forward                     decode_step.py: eager, captured, replayed
@@ -16,6 +17,7 @@ tests/ops/test_cpu_linear.py
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -87,6 +89,7 @@ def _accelerated(original: Callable, call: GenerateCall, self: checks.HostModel,
         call.host.source = source if has_tokens else None
     call.host.user_cache = kv_layers.cache_of(kwargs) is not None
     call.host.has_callbacks = bool(args[2:]) or {*map(type, map(kwargs.get, _CALLBACKS))} != {NoneType}
+    call.host.has_callbacks |= kwargs.get("custom_generate") is not None
     call.host.custom_generate = any(map(callable, (kwargs.get("custom_generate"), *args[8:])))
     call.host.user_code = call.host.custom_generate or checks.is_foreign(self)
     if call.host.custom_generate:
@@ -132,7 +135,8 @@ def swap_forwards(
 ) -> AbstractContextManager[None]:
     """Sets faster forwards on the model's modules while this call runs, if the model is large enough to gain.
 
-    None are set if the call may compile the model, as the library does for caches with a static shape.
+    None are set if the call may compile the model, as the library does for caches with a static shape, or under
+    autocast, whose products are torch's.
     """
     if not should_swap(call.costs, size_of(model, checks.KNOWN), kwargs.get("max_new_tokens")):
         return nullcontext()
@@ -153,15 +157,16 @@ def swap_forwards(
 
 def casts_in_forward(model: checks.HostModel) -> bool:
     """Whether accelerate has prepared the model with mixed precision: each forward enters autocast and leaves it."""
-    return "_original_forward" in vars(model)
+    return "_original_forward" in vars(model) and hasattr(vars(model).get("forward"), "__wrapped__")
 
 
 @contextmanager
 def casting_once(call: GenerateCall, model: checks.HostModel) -> Iterator[None]:
     """A context in which such a model casts each of its trainable weights once, and not in each step.
 
-    torch keeps the casts until the outermost autocast ends, which is here the end of the call. The optimizer's next
-    step is seen, therefore; what changes weights during the call would not be: then they are cast in each step.
+    torch keeps the casts until the outermost autocast ends, which is here the end of the call. So the optimizer's next
+    step is seen. A change during the call would not be; therefore casts are not kept if code of the program may run in
+    the call.
     """
     keeps = casts_in_forward(model) and not call.host.has_callbacks and _can_keep_casts(call, model)
     if keeps:
@@ -177,22 +182,27 @@ def casting_once(call: GenerateCall, model: checks.HostModel) -> Iterator[None]:
 
 
 def _can_keep_casts(call: GenerateCall, model: checks.HostModel) -> bool:
-    """Whether weights stay where they are during the call, and their casts fit into the free memory."""
+    """Whether there are casts to keep, weights stay where they are during the call, and the casts fit into memory."""
     facts = call.facts_of(model, checks.KNOWN)
     modules = facts.modules.values()
     weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
-    moves = facts.is_sharded or facts.hooks or any("_hf_hook" in vars(module) for module in modules)
     is_plain = all(type(weight) is nn.Parameter and not hasattr(weight, "ds_id") for weight in weights)  # DeepSpeed's
-    if moves or not is_plain or len(facts.devices) != 1:
+    moves = facts.is_sharded or any("_hf_hook" in vars(module) for module in modules)
+    if moves or facts.hooks or facts.user_code or not is_plain or len(facts.devices) != 1:
         return False
     needed = sum(2 * weight.numel() for weight in weights if weight.requires_grad and weight.dtype == torch.float32)
-    return needed <= _free_memory(weights[0].device)
+    return 0 < needed <= _free_memory(next(iter(facts.devices)))
 
 
-def _free_memory(device: torch.device) -> int:
+def _free_memory(device: torch.device) -> float:
+    """Returns the free bytes of the device; infinity if the system does not tell."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + unused)
+    try:
+        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, OSError, ValueError):
+        return math.inf
 
 
 def forwards() -> dict[type[nn.Module], Forward]:

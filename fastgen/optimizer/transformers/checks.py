@@ -147,6 +147,7 @@ CRITERIA = {EosTokenCriteria, MaxLengthCriteria, EndsEarly}
 # Outputs of the library's loops that fastgen's do not collect.
 INNER_OUTPUTS = ("output_attentions", "output_hidden_states")
 
+READ = "user code in each step may read the caller's cache"
 REORDERS = "the model reorders its cache itself"
 STOPS_OTHERWISE = "a stopping criterion other than length and end tokens"
 
@@ -193,6 +194,10 @@ class CallChecks:
         _, processors, criteria, *_ = self.arguments
         streamers = [] if self.arguments.streamer is None else [self.arguments.streamer]
         return is_user_code([*processors, *criteria, *streamers], KNOWN.packages)
+
+    @property
+    def _cache_is_read(self) -> bool:
+        return bool(self.call.host.user_cache and self.runs_user_code)
 
     @property
     def rows(self) -> list[Reason]:
@@ -252,7 +257,7 @@ class CallChecks:
             cache_reasons = _static_cache_reasons(cache, generation_config)
             if self.call.host.user_cache:
                 cache_reasons = [Reason("USER_CACHE", "the caller passed a StaticCache")]
-        elif cache is not None and kv_layers.is_filled(cache):
+        elif kv_layers.is_filled(cache):
             cache_reasons = kv_layers.unsupported_contents(cache, groups.rows)
         elif cache is not None:
             cache_reasons = kv_layers.unsupported_types(cache)
@@ -261,7 +266,7 @@ class CallChecks:
         argument_reasons = row_groups.unsupported_reasons(self.model.config.model_type, arguments, groups.rows)
         reasons = self.rows + cache_reasons + argument_reasons
         differ = not (reasons or groups.are_equal or row_groups.groups_are_equal_sync(arguments, groups))
-        if not (differ or reasons) and cache is not None and kv_layers.is_filled(cache):
+        if not (differ or reasons) and kv_layers.is_filled(cache):
             differ = not kv_layers.rows_are_equal_sync(cache, groups.firsts, groups.group_of_row)
         return [Reason("ROWS_DIFFER", "the rows of an input differ from each other")] if differ else reasons
 
@@ -370,6 +375,7 @@ class CallChecks:
             [] if cache is None else kv_layers.unsupported_types(cache) or kv_layers.layer_reasons(cache, most),
             self._growing_positions,
             self._table_reasons(most),
+            ("USER_CACHE", READ, self._cache_is_read),
             self.rows,
         )
 
@@ -397,13 +403,12 @@ class CallChecks:
         name = type(self.model).__name__
         most = self.arguments.generation_config.max_length or 0
         cache = arguments.get(CACHE)
-        is_read = self.call.host.user_cache and self.runs_user_code
         waits = not getattr(model, "_can_compile_fullgraph", False)
         waits = waits and model.config.model_type not in compat.SYNC_FREE
         return that_hold(
             ("TRANSFORMERS_VERSION", "transformers before 5.17 has other static caches", not compat.LAYERS_ARE_KNOWN),
             ("NO_CACHE", "use_cache is not set", not arguments.get("use_cache")),
-            ("USER_CACHE", "user code in each step may read the caller's cache", is_read),
+            ("USER_CACHE", READ, self._cache_is_read),
             ("MAY_SYNC", f"{name}.forward may synchronise with the device (not _can_compile_fullgraph)", waits),
             self._attention_reasons,
             ("QUANTIZED", "the model is quantized", getattr(model, "hf_quantizer", None) is not None),

@@ -82,9 +82,17 @@ class TransformersDecodeStep(DecodeStep):
         if (cache := kv_layers.cache_of(arguments)) is not None:
             self.rollback.callback(kv_layers.undo_of(cache))
 
+    @property
+    def shows_cache(self) -> bool:
+        """Whether the caller gets the cache: its content must be exact."""
+        return self.call.host.user_cache or bool(self.generation_config.return_dict_in_generate)
+
     def __exit__(self, *error: Any) -> None:
         if self.drafts is not None and error[0] is None:
             self.drafts.end()
+        if self.drafts is not None and self.shows_cache:
+            self.drafts.settle()
+            kv_layers.make_contiguous(self.own_cache)
         super().__exit__(*error)
         # Releases the cache: if nobody else holds it, it need not be given back when the call ends.
         self.arguments = {}
@@ -97,7 +105,7 @@ class TransformersDecodeStep(DecodeStep):
         """Whether the loop reads its end one step late; not if user code could notice the additional step."""
         checks = self.checks
         is_noticed = checks.processors_by_row or checks.arguments.streamer is not None or not checks.stops_by_row
-        is_noticed = is_noticed or self.generation_config.return_dict_in_generate
+        is_noticed = is_noticed or self.shows_cache
         return self.captures is not None and needs_sync(self.model.device) and not is_noticed
 
     def logits(self, input_ids: Tensor) -> Tensor:

@@ -174,7 +174,7 @@ class FirstUse:
         for config in filter(None, (self.arguments.get("generation_config"), model.generation_config)):
             names |= {name for name, value in vars(config).items() if value != defaults.get(name)}
         mode = (*several, bool(self._setting("do_sample")), max(inputs, default=1) > 1, tuple(sorted(names)))
-        mode += (self._has_common_prefix(),)
+        mode += self._has_common_prefix(), kv_layers.is_filled(kv_layers.cache_of(self.arguments))
         attention = getattr(model.config, "_attn_implementation", None)
         self._kind = type(model), model.dtype, weight.device.type, attention, *mode
         parts = type(model).__module__, type(model).__qualname__, *self._kind[1:], _state_of(self.call, model)

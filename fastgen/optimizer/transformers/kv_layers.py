@@ -155,11 +155,11 @@ ADOPTED = {DynamicLayer: KVLayer, DynamicSlidingWindowLayer: KVSlidingLayer}
 
 
 def is_filled(cache: Any) -> bool:
-    """Whether an earlier call has left positions or states in the cache."""
-    if not parts(cache)[0].layers:
+    """Whether an earlier call has left positions or states in a cache whose rows can be expanded."""
+    if cache is None or unsupported_types(cache):
         return False
-    length = length_of(cache)
-    return cache.has_previous_state() if length is None else length > 0
+    lengths = [(part, length_of(part)) for part in parts(cache) if part.layers]
+    return any(part.has_previous_state() if length is None else length > 0 for part, length in lengths)
 
 
 @check(report.PREFILL)
@@ -178,7 +178,7 @@ def unsupported_contents(cache: Any, rows: int) -> list[Reason]:
 def rows_are_equal_sync(cache: Cache, firsts: Tensor, group_of_row: Tensor) -> bool:
     """Whether all rows of each group have the keys and values of its first row; see `RowGroups`. Reads the device."""
     for layer in layers_of(cache):
-        for states in (layer.keys, layer.values) if layer.is_initialized else ():
+        for states in (layer.keys, layer.values) if layer.is_initialized and layer.keys.numel() else ():
             first_rows = firsts[group_of_row].to(states.device)
             if not torch.equal(states, states.index_select(0, first_rows)):
                 return False
@@ -412,6 +412,13 @@ def crop(cache: Cache, count: int) -> None:
     for layer in parts(cache)[0].layers:
         if layer.get_seq_length() > 0:  # layers that read another one's keys have none
             layer.crop(-count)
+
+
+def make_contiguous(cache: object) -> None:
+    """Copies keys and values that are views of longer ones, as those are from which positions were dropped."""
+    for layer in layers_of(cache) if isinstance(cache, Cache) else ():
+        if type(layer) in ADOPTED and layer.is_initialized:
+            layer.keys, layer.values = layer.keys.contiguous(), layer.values.contiguous()
 
 
 @check(report.PREFIX, report.STEPS, report.DRAFTS)

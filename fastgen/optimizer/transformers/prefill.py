@@ -96,7 +96,7 @@ def plan_prefill(
         if arguments.get(row_groups.IMAGES) is not None:
             first_rows[row_groups.IMAGES] = images.of_first_rows_sync(arguments, model.config, groups)
     cache = kv_layers.cache_of(arguments)
-    is_filled = cache is not None and not kv_layers.is_static(cache) and kv_layers.is_filled(cache)
+    is_filled = kv_layers.is_filled(cache)
     if (is_each_alone or not reasons) and not (model.config.is_encoder_decoder or is_filled):
         prefix = prefixes.common_prefix_sync(checks, first_rows, generation_config)
     if prefix is None:
@@ -137,7 +137,7 @@ class PrefillPlan:
         # A model may store states of rows for its next forward.
         modules = () if FEWER_ROWS in facts.proofs else facts.modules.values()
         with kv_layers.rollback_of(cache, modules) as rollback:
-            if cache is not None and not kv_layers.is_static(cache) and kv_layers.is_filled(cache):
+            if kv_layers.is_filled(cache):
                 kv_layers.select_rows(cache, self.groups.firsts)  # equal in each group
             arguments = self._fill_prefix(cache)
             outputs = self._forward(arguments, cache, facts)

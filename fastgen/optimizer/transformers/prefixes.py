@@ -342,7 +342,7 @@ def unsupported_reasons(
         ("OUTPUTS", "{} is set, which are those of all columns", full_outputs[:1]),
         ("IMAGES", "the features of images are not known to be those of the prompt's columns", are_joined),
         ("ARGUMENT_COLUMNS", "argument {}: its columns are not known", foreign[:1]),
-        ("RETURN_DICT", "the returned cache would hold padding in other columns", would_show),
+        ("RETURN_DICT", "the cache that the caller gets would hold padding in other columns", would_show),
     )
 
 

@@ -91,7 +91,8 @@ def parts_of_loop(checks: CallChecks) -> tuple[bool, bool, bool]:
     steps = (config.max_length or 0) - length
     size = size_of(model, checks.known_code)
     compacts = is_worth_compacting(call.costs, size, rows - 1, rows, steps, steps - 1)
-    compacts = compacts and not config.return_dict_in_generate and _can_end_early(input_ids, criteria, config)
+    compacts = compacts and not (config.return_dict_in_generate or call.host.user_cache)
+    compacts = compacts and _can_end_early(input_ids, criteria, config)
     unwanted = unwanted_reasons(call, input_ids.device, steps)
     call.report.add_reasons(STEPS, unwanted)
     drafts = _may_draft(checks, steps)

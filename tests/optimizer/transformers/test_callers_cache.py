@@ -2,10 +2,12 @@
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from hooks import broken, errors_noted
+from copied_text import Forced, copying
+from hooks import broken, costs, errors_noted
 from parity import assert_equal_caches, assert_equal_outputs, outcome, run_both
 from reports import CROSS, LEFT, PREFILL, PROMPT, capturing, replays
 from tiny_models import inputs_of, tiny, token_ids
@@ -14,6 +16,7 @@ from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, Sto
 import fastgen
 from fastgen.optimizer.decoding.report import COMPACTION, LOOP, STEPS
 from fastgen.optimizer.decoding.report import PREFILL as OF_PREFILL
+from fastgen.optimizer.transformers.checks import CallChecks
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
 
 NEW = {"max_new_tokens": 26, "do_sample": False}
@@ -117,13 +120,14 @@ def test_two_turns_of_a_chat(way, cuda_graphs):
 
 
 class Failing(LogitsProcessor):
-    """Raises an error in the fourth step."""
+    """Raises an error after a number of steps."""
 
-    calls = 0
+    def __init__(self, after: int = 3) -> None:
+        self.after, self.calls = after, 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        if self.calls > 3:
+        if self.calls > self.after:
             raise ZeroDivisionError("theirs")
         return scores
 
@@ -181,6 +185,60 @@ def test_a_criterion_may_read_the_cache(way):
     assert_equal_outputs(both.stock, both.fast)
     assert_equal_outputs(notes[0].notes, notes[1].notes)
     assert "USER_CACHE" in both.report.codes(STEPS)
+
+
+@pytest.mark.skipif(not LAYERS_ARE_KNOWN, reason="no drafts in this version of transformers")
+@GRAPHS
+@pytest.mark.parametrize("fails", (False, True), ids=("ends", "fails"))
+def test_drafts_leave_exactly_what_counts(cuda_graphs, fails):
+    """After an end within a draft and after an error of the program; keys are in one piece, as the library's."""
+    model, prompt = tiny("llama"), token_ids(1, 30)
+    caches = []
+
+    def call() -> Any:
+        caches.append(DynamicCache(config=model.config))
+        forces = Forced(copying(prompt, 40), 30)
+        arguments = {"max_new_tokens": 25, "eos_token_id": None, "logits_processor": [forces]}
+        if fails:
+            arguments["logits_processor"] = [forces, Failing(after=17)]
+        return outcome(lambda: model.generate(prompt, past_key_values=caches[-1], **arguments))
+
+    processors_of_the_library = mock.patch.object(CallChecks, "runs_user_code", False)
+    with capturing(cuda_graphs, drafts="auto"), costs(min_computed=0.0), processors_of_the_library:
+        both = run_both(call)
+    assert_equal_outputs(both.stock, both.fast)
+    assert_equal_caches(*caches, 1e-4)
+    assert both.report.drafted or fails
+    for layer in caches[-1].layers:
+        assert layer.keys.is_contiguous() and layer.values.is_contiguous()
+
+
+def test_a_filled_cache_of_cross_attention_is_noticed():
+    model, prompt = tiny("bart"), token_ids(2, 9)
+    rows = prompt.repeat_interleave(3, dim=0)
+    with torch.no_grad():
+        filled = model(input_ids=rows, decoder_input_ids=torch.full((6, 1), 2), use_cache=True).past_key_values
+
+    def call() -> Any:
+        cross = copy.deepcopy(filled.cross_attention_cache)
+        cache = EncoderDecoderCache(DynamicCache(config=model.config), cross)
+        return outcome(lambda: model.generate(prompt, past_key_values=cache, **NEW, num_beams=3))
+
+    both = run_both(call)
+    assert_equal_outputs(both.stock, both.fast)
+
+
+class OwnCache:
+    """A cache of a program, without layers."""
+
+    def get_seq_length(self) -> int:
+        return 0
+
+
+def test_a_cache_of_another_kind_raises_the_librarys_error():
+    model = tiny("llama")
+    both = run_both(lambda: outcome(lambda: model.generate(token_ids(1, 5), past_key_values=OwnCache(), **NEW)))
+    assert both.stock == both.fast
 
 
 @pytest.mark.parametrize("way", ("samples", "beams"))

@@ -66,8 +66,9 @@ CODES: dict[str, dict[str, str]] = {
             "inside `fastgen.reusing_prefix`, the model has changed since its prefix was kept: it is computed again"
         ),
         "RETURN_DICT": (
-            "`return_dict_in_generate`: finished inputs stay, because outputs and the cache of all rows are returned; "
-            "and no common prefix of padded prompts, whose cache would have other columns"
+            "`return_dict_in_generate`, or a cache that the caller passed: finished inputs stay, because outputs "
+            "and the cache of all rows are returned. Padded prompts get no common prefix, which would change the "
+            "columns of the cache"
         ),
         "SAMPLED_BEAMS": "beams are sampled: finished inputs stay, as random numbers are drawn for all together",
         "STARTS_WITH_PADDING": "the first token is padding",
@@ -103,7 +104,8 @@ CODES: dict[str, dict[str, str]] = {
         "CACHE_LAYERS": "a cache with layers of classes that are not supported",
         "CACHE_OFFLOADED": "a cache that is offloaded to the CPU",
         "CACHE_NOT_EMPTY": (
-            "the cache held keys before the prefill, or the model takes one token at a time if it holds some"
+            "the cache held keys before the prefill and is a `StaticCache`, has other layers or another number of "
+            "rows; or the model takes one token at a time if it holds some"
         ),
         "CACHE_TYPE": "a cache of a class that is not supported",
         "LAYERS_DIFFER": "the layers of the cache differ in kind, shape, dtype or device: no static cache",
@@ -116,8 +118,9 @@ CODES: dict[str, dict[str, str]] = {
         "SLIDING_WINDOW": "a sliding window that is shorter than the call: no static cache",
         "STATIC_CACHE": "a `StaticCache` stores keys and values for each row",
         "USER_CACHE": (
-            "the caller passed a cache: finished inputs stay, the library fills a `StaticCache`, no prefix is kept; if "
-            "user code runs in each step, it may read the cache, so nothing is captured or drafted"
+            "the caller passed a cache: finished inputs stay, and `reusing_prefix` keeps nothing. The library fills a "
+            "`StaticCache` itself. User code that runs in each step may read the cache: then no step is captured, and "
+            "there are no drafts"
         ),
     },
     "The model and user code": {

@@ -46,7 +46,8 @@ MOST_IN_SEGMENTS = 256
 # With fewer keys and no mask, torch's flash attention treats rows whose scores are all NaN as hidden.
 MIN_KEYS_WITHOUT_MASK = 16
 
-# The kernel registered with torch, which dispatch modes can record, and torch's own: the second in inference mode.
+# The kernel of few queries as an operation of torch, which dispatch modes can record, and torch's own operations; in
+# inference mode the second of these is recorded.
 FEW_QUERIES = "fastgen::few_queries_attention"
 SDPA = ("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::scaled_dot_product_attention")
 

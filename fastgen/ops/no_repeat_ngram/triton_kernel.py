@@ -67,15 +67,13 @@ def ban(tokens: Tensor, scores: Tensor, ngram_size: int, lengths: Tensor | None,
     """Does the same as `reference.ban`, on the current stream."""
     source = tokens if encoder_tokens is None else encoder_tokens
     windows = source.shape[1] - ngram_size + 1
-    has_lengths = lengths is not None
-    if lengths is None:
-        lengths = tokens  # which is not read
+    length_stride = lengths.stride(0) if lengths is not None and lengths.dim() else 0
     with torch.cuda.device_of(scores):
         _ban_kernel[(scores.shape[0], triton.cdiv(windows, BLOCK))](
             scores,
             tokens,
             source,
-            lengths,
+            tokens if lengths is None else lengths,
             ngram_size,
             tokens.shape[1],
             source.shape[1],
@@ -84,8 +82,8 @@ def ban(tokens: Tensor, scores: Tensor, ngram_size: int, lengths: Tensor | None,
             *scores.stride(),
             *tokens.stride(),
             *source.stride(),
-            lengths.stride(0) if lengths.dim() else 0,
-            HAS_LENGTHS=has_lengths,
+            length_stride,
+            HAS_LENGTHS=lengths is not None,
             IS_OWN=encoder_tokens is None,
             BLOCK=BLOCK,
         )

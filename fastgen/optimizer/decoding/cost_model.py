@@ -74,9 +74,9 @@ GPU = DeviceRates(launch=5.6e-6, replayed_launch=0.583e-6, module=70e-6, bytes=3
 class Work(NamedTuple):
     """What a part of a call does.
 
-    modules: the number of modules of which the host runs the Python, launches included. launches: the number of other
-    kernels; replayed: those in a graph. bytes: that are read, and multiply_adds: both happen at the same time, so the
-    longer one counts.
+    modules: how many modules the host runs in Python; their launches are included. launches: other kernels, launched
+    one by one; replayed: those in a graph. bytes: those that are read. multiply_adds: computed while the bytes are
+    read, so that only the slower of the two counts.
     """
 
     modules: float = 0
@@ -168,7 +168,7 @@ class ForwardTimes:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds of `Work`, and those thresholds of decisions that first uses and tests replace.
+    """Converts `Work` to seconds, and holds the thresholds that first uses and tests replace.
 
     rates: those of all devices; None: those of a CPU, or of an H200 for each other device. Rates and thresholds are
     such that break-evens are where they were measured, on an AMD EPYC (family 25, model 17) and on an H200
@@ -215,7 +215,7 @@ class CostModel:
         return self.cpu_captures if device.type == "cpu" else self.gpu_captures
 
     def seconds(self, work: Work, device: torch.device = _CPU) -> float:
-        """Returns what this takes. A CPU runs Python and computes one after the other, a GPU beside the host."""
+        """Returns the seconds that this takes. On a CPU, Python and computation add up; a GPU computes meanwhile."""
         is_cpu = device.type == "cpu"
         rates = self.rates or (CPU if is_cpu else GPU)
         host = rates.module * work.modules + rates.launch * work.launches
@@ -228,7 +228,7 @@ class CostModel:
         return self.seconds(saved, device) >= sum([self.seconds(work, device) for work in added])
 
     def pays(self, saved: Work, *added: Work, device: torch.device = _CPU) -> bool:
-        """Whether sharing saves more than it costs, unless FASTGEN_SHARE demands or forbids it."""
+        """Returns what `saves` returns, or what FASTGEN_SHARE demands."""
         return self.saves(saved, *added, device=device) if self.shares is None else self.shares
 
     def overhead_of_prefill_once(self, size: ModelSize) -> Work:

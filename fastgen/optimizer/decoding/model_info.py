@@ -45,9 +45,9 @@ class ModelInfo:
     last three, in words. altered: the names of modules that do not run the library's code alone; contains None if that
     is true of all modules, because of global hooks or code in the library's files.
 
-    proofs: what first uses of the model have shown: the reasons against what was used, none if it was right. Keys:
-    `FEWER_ROWS`; PREFIX, the type of the tokens or None, and whether padding follows the prefix; DRAFTS, whether the
-    cache is static, and the kind of call.
+    proofs: for each way that was tried on this model, the reasons not to use it, none if results were equal. Keys:
+    `FEWER_ROWS`; `(PREFIX, token type or None, whether padding follows)`; `(DRAFTS, whether the cache is static, kind
+    of call)`.
     """
 
     def __init__(self, model: nn.Module, known_code: KnownCode) -> None:

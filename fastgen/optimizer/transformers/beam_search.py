@@ -297,7 +297,7 @@ class BeamSearch:
 
     @staticmethod
     def move_best(best: Tensor, entering: Tensor, candidates: Tensor) -> None:
-        """Writes what belongs to the best hypotheses, see `enter`: `[B, M, max_length]`, out of `[B, C, length]`."""
+        """Updates the tokens or parents of the best hypotheses, `[B, M, …]`, with candidates' `[B, C, length]`."""
         length = candidates.shape[2]
         merged = torch.cat([best[:, :, :length], candidates], dim=1)
         best[:, :, :length] = merged.take_along_dim(entering[:, :, None], dim=1)
@@ -323,5 +323,5 @@ class BeamSearch:
 
 
 def joined(rows: Tensor, parents: Tensor, added: Tensor) -> Tensor:
-    """Returns the rows `parents` of `[B * M, length]`, `[B, C]`, with what is added to each: `[B, C, length + 1]`."""
+    """Returns `rows[parents]`, `[B, C, length]`, with `added` `[B, C]` appended: `[B, C, length + 1]`."""
     return torch.cat([rows[parents], added[:, :, None].to(rows.dtype)], dim=2)

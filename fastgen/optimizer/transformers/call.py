@@ -162,11 +162,10 @@ def casts_in_forward(model: checks.HostModel) -> bool:
 
 @contextmanager
 def casting_once(call: GenerateCall, model: checks.HostModel) -> Iterator[None]:
-    """A context in which such a model casts each of its trainable weights once, and not in each step.
+    """A context in which a model of `casts_in_forward` casts each trainable fp32 weight once, and not in each step.
 
-    torch keeps the casts until the outermost autocast ends, which is here the end of the call. So the optimizer's next
-    step is seen. A change during the call would not be; therefore casts are not kept if code of the program may run in
-    the call.
+    torch keeps the casts until the outermost autocast ends, which is here the end of the call: the next call sees the
+    optimizer's step. A change during the call would be missed, so no casts are kept if user code may run in it.
     """
     keeps = casts_in_forward(model) and not call.host.has_callbacks and _can_keep_casts(call, model)
     if keeps:

@@ -154,6 +154,14 @@ class KVSlidingLayer(KVLayer, DynamicSlidingWindowLayer):
 ADOPTED = {DynamicLayer: KVLayer, DynamicSlidingWindowLayer: KVSlidingLayer}
 
 
+def turn_into(kind: type[KVLayer], layer: Any, kv: Any, index: int, user_code: bool = False) -> None:
+    """Makes this object a layer of `kv`; it stays the same object, because a program may hold it."""
+    attributes = vars(kind(layer, kv, index, user_code))
+    vars(layer).clear()
+    vars(layer).update(attributes)
+    layer.__class__ = kind
+
+
 def is_filled(cache: Any) -> bool:
     """Whether an earlier call has left positions or states in a cache whose rows can be expanded."""
     if cache is None or unsupported_types(cache):
@@ -260,10 +268,10 @@ class AdoptPlan:
         if limit is not None and not shares:
             limit += layers[0].keys.shape[2]
         numbers = kv.add_layers([(pair,) for pair in pairs], limit)
-        for (part, index), layer, number in zip(self.places, layers, numbers):
+        for layer, number in zip(layers, numbers):
             if not shares:
                 kv.repeat_prompt(number)
-            part.layers[index] = ADOPTED[type(layer)](layer, kv, number, user_code)
+            turn_into(ADOPTED[type(layer)], layer, kv, number, user_code)
 
 
 def adopt(
@@ -394,7 +402,7 @@ def compact(cache: Cache, batch_index: Tensor, rows: Tensor) -> None:
 
 
 def _move_librarys_rows(cache: Cache, rows: Tensor) -> None:
-    """Selects these rows in layers that stayed the library's, or must be from now on."""
+    """Selects these rows in layers that are the library's; a `KVLayer` that user code may have written becomes one."""
     for layer in layers_of(cache):
         if isinstance(layer, KVLayer) and layer.must_be_dynamic():
             layer.to_dynamic_layer()
@@ -415,7 +423,7 @@ def crop(cache: Cache, count: int) -> None:
 
 
 def make_contiguous(cache: object) -> None:
-    """Copies keys and values that are views of longer ones, as those are from which positions were dropped."""
+    """Copies keys and values that are views of longer ones, because positions were dropped."""
     for layer in layers_of(cache) if isinstance(cache, Cache) else ():
         if type(layer) in ADOPTED and layer.is_initialized:
             layer.keys, layer.values = layer.keys.contiguous(), layer.values.contiguous()
@@ -463,15 +471,16 @@ def view_of(cache: Cache, static: StaticKVCache) -> Cache:
         view.is_updated = dict(cache.is_updated)
         view.self_attention_cache = copy.copy(cache.self_attention_cache)
         view.cross_attention_cache = copy.copy(cache.cross_attention_cache)
-    use(view, static)
+    layers = iter([KVLayer(layer, static, index) for index, layer in enumerate(layers_of(view))])
+    for part in parts(view):
+        part.layers = [*itertools.islice(layers, len(part.layers))]
     return view
 
 
 def use(cache: Cache, static: StaticKVCache) -> None:
     """Makes all layers of this cache those of a `StaticKVCache`, which releases their own memory."""
-    layers = iter([KVLayer(layer, static, index) for index, layer in enumerate(layers_of(cache))])
-    for part in parts(cache):
-        part.layers = [*itertools.islice(layers, len(part.layers))]
+    for index, layer in enumerate(layers_of(cache)):
+        turn_into(KVLayer, layer, static, index)
 
 
 def parts(cache: object) -> list[Cache]:

@@ -53,7 +53,7 @@ class Outputs:
         return self.scores is not None or self.logits is not None
 
     def add(self, logits: Tensor, scores: Tensor, copies: bool = False) -> None:
-        """Keeps those of a step that the caller wants; copies: those of which others may hold the tensors."""
+        """Keeps those of a step that the caller wants; copies: whether to clone them, as other code may hold them."""
         if self.scores is not None:
             self.scores += (scores.clone() if copies else scores,)
         if self.logits is not None:

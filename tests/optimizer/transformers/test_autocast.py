@@ -46,7 +46,7 @@ def test_casts_of_a_call_are_those_of_each_step(name, way):
     assert_equal_outputs(both.stock, both.fast, tolerance=0.0)
 
 
-def test_outputs_are_those_of_the_library():
+def test_outputs_under_autocast_are_those_of_the_library():
     model = prepared("llama")
     with configured(share="never"):
         both = run_both(lambda: model.generate(token_ids(1, 9), **NEW))

@@ -213,6 +213,25 @@ def test_drafts_leave_exactly_what_counts(cuda_graphs, fails):
         assert layer.keys.is_contiguous() and layer.values.is_contiguous()
 
 
+@WAYS
+@GRAPHS
+def test_layers_stay_the_same_objects(way, cuda_graphs):
+    """A program may hold the list, a layer, or a shallow copy of the cache."""
+    model, prompt = tiny("llama"), token_ids(2, 9)
+    rows_per_input = DECODING[way].get("num_beams", DECODING[way].get("num_return_sequences", 1))
+
+    def call() -> Any:
+        cache = filled_cache(model, prompt, rows_per_input)
+        layers, first, shallow = cache.layers, cache.layers[0], copy.copy(cache)
+        model.generate(prompt, past_key_values=cache, **NEW | DECODING[way])
+        assert cache.layers is layers and cache.layers[0] is first
+        return first.keys, layers[1].values, shallow
+
+    with capturing(cuda_graphs):
+        both = run_both(call)
+    assert_equal_outputs(both.stock, both.fast)
+
+
 def test_a_filled_cache_of_cross_attention_is_noticed():
     model, prompt = tiny("bart"), token_ids(2, 9)
     rows = prompt.repeat_interleave(3, dim=0)

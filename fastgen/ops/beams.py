@@ -21,6 +21,7 @@ Tests: tests/ops/test_beam_top_k.py, tests/ops/test_move_rows.py
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -73,12 +74,12 @@ def best_in_one_stage(log_probs: Tensor, beam_scores: Tensor, k: int) -> Candida
 
 
 def _can_choose(log_probs: Tensor, beam_scores: Tensor, k: int) -> bool:
-    """Whether the kernel supports these tensors and returns torch's order."""
+    """Whether the kernel supports these tensors, for which torch has an order."""
     for tensor in (log_probs, beam_scores):
         if not tensor.is_cpu or tensor.dtype != torch.float32 or not tensor.is_contiguous():
             return False
     is_heap = 0 < k * HEAP <= beam_scores.shape[1] * log_probs.shape[1]
-    return is_heap and not torch._C._len_torch_dispatch_stack() and _chooses_as_torch()
+    return is_heap and not torch._C._len_torch_dispatch_stack()
 
 
 def _choose(log_probs: Tensor, beam_scores: Tensor, k: int) -> Candidates:
@@ -188,7 +189,13 @@ def keeps_order() -> bool:
     return all(map(torch.equal, torch.topk(dense, k=k), _best(scores, input_of, places, inputs, k)))
 
 
-KERNELS = (Kernel("C++", simd.machine_reasons, _choose, "cpu", _can_choose), Kernel("torch", list, best_in_one_stage))
+@functools.cache
+def _reasons() -> list[str]:
+    """Returns why the kernel is not used on this machine, or with this torch; empty if it is."""
+    return simd.machine_reasons() or _chooses_as_torch.reasons()
+
+
+KERNELS = (Kernel("C++", _reasons, _choose, "cpu", _can_choose), Kernel("torch", list, best_in_one_stage))
 
 
 # Rows.
@@ -216,11 +223,11 @@ def _move(buffers: Sequence[Tensor], beam_idx: Tensor) -> None:
     if source.shape != (count,) or not bool(((source >= 0) & (source < count)).all()):
         raise IndexError(f"beam_idx is {beam_idx.tolist()} (accepted: {count} integers from 0 to {count - 1})")
     function = simd.function("move_rows", torch.float32, _MOVE_ARGUMENTS)  # for any type
+    threads = simd.threads_for(buffers[0].nbytes, MIN_BYTES_OF_THREAD)
     for states in buffers:
         (layers, rows, heads, length, width), size = states.shape, states.itemsize
         of_layer, of_row, of_head = states.stride()[:3]
         strides = (ctypes.c_int64 * 3)(of_layer * size, of_row * size, of_head * size)
-        threads = simd.threads_for(states.nbytes, MIN_BYTES_OF_THREAD)
         function(states.data_ptr(), source.data_ptr(), strides, layers, rows, heads, length * width * size, threads)
 
 

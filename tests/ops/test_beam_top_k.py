@@ -106,7 +106,8 @@ def test_two_stages_in_parts_choose_as_one_stage(has_processors, digits):
     ],
 )
 def test_torch_chooses_if_the_kernel_has_another_order(k, dtype, keeps_order, is_asked, monkeypatch):
-    monkeypatch.setattr(kernels, "_chooses_as_torch", lambda: keeps_order)
+    reasons = [] if keeps_order else ["another order"]
+    monkeypatch.setattr(kernels.KERNELS[0], "unsupported_reasons", lambda: reasons)
     logits, beam_scores = torch.randn(4, 1000, dtype=dtype), torch.zeros(1, 4, dtype=dtype)
     expected = best_in_one_stage(functional.log_softmax(logits, dim=-1), beam_scores, k)
     with watched("top k in one stage") as in_one_stage:

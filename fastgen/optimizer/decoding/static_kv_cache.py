@@ -226,7 +226,8 @@ class StaticKVCache(Segments):
             move_rows([self.bounds.ancestors[None, :, None, positions, None]], beam_idx)
             self._is_in_order = False
             return
-        self._apply_ancestors()
+        if not self._is_in_order:
+            self._apply_ancestors()
         layers = slice(None) if layer is None else slice(layer, layer + 1)
         keys, values = self.buffers
         move_rows([keys[layers, :, :, positions], values[layers, :, :, positions]], beam_idx)

@@ -20,6 +20,7 @@ from fastgen.ops.beams import Candidates, best_of_all, best_of_allowed, best_of_
 from fastgen.optimizer.decoding.call import count
 from fastgen.optimizer.decoding.captures import can_capture
 from fastgen.optimizer.decoding.report import LOOP, Reason
+from fastgen.optimizer.transformers import compat
 from fastgen.optimizer.transformers.checks import CallChecks, HostModel, LoopArguments, current_call
 from fastgen.optimizer.transformers.decode_step import LateStopCheck, TransformersDecodeStep
 from fastgen.optimizer.transformers.outputs import Outputs, drop_unused_outputs
@@ -171,7 +172,8 @@ class BeamSearch:
             log_probs = functional.log_softmax(logits, dim=-1)
             if self.step.processors:
                 log_probs = self.step.processors(self.input_ids, log_probs)
-            self.outputs.add(logits, log_probs, copies=True)
+            if self.outputs.is_dict:
+                self.outputs.add(logits, log_probs, copies=True)
             # With the library's operations, so that errors are the library's: a processor may remove or add tokens.
             by_beam = torch.reshape(log_probs, [*self.scores.shape, *log_probs.shape[1:]])
             log_probs = by_beam.flatten(0, 1)
@@ -188,9 +190,13 @@ class BeamSearch:
         return candidates, self.first_rows[: len(beams)] + beams, tokens
 
     def drawn(self, sums: Tensor) -> Candidates:
-        """Returns candidates that are drawn without replacement, in the order in which they were drawn."""
+        """Returns candidates that are drawn without replacement, in the library's order."""
         index = torch.multinomial(functional.softmax(sums, dim=-1), num_samples=self.num_candidates)
-        return sums.gather(1, index), index
+        scores = sums.gather(1, index)
+        if compat.SORTS_DRAWN:
+            scores, order = scores.sort(dim=-1, descending=True)
+            index = index.gather(1, order)
+        return scores, index
 
     def allowed_candidates(self, logits: Tensor) -> Candidates | None:
         """Returns scores and indices `[B, C]` of the best tokens that a trie allows; None if all tokens count."""

@@ -37,6 +37,9 @@ STEPS_ARE_KNOWN = (
 _TEXTS = "".join(map(str, inspect.unwrap(GenerationMixin._beam_search).__code__.co_consts))
 MOVED_CACHES = getattr(utils, "ALL_CACHE_NAMES", (CACHE,)) if "cannot be reordered" in _TEXTS else (CACHE,)
 
+# Since 5.24 the library's beam search sorts the continuations that it has drawn.
+SORTS_DRAWN = "sort" in inspect.unwrap(GenerationMixin._get_top_k_continuations).__code__.co_names
+
 # Since 5.17 the length of static layers is a tensor without dimensions, as `KVLayer` returns it.
 LAYERS_ARE_KNOWN = getattr(StaticLayer(1), "cumulative_length", torch.ones(1)).dim() == 0
 

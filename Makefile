@@ -9,6 +9,8 @@ FAIRSEQ := "ve-fairseq==0.12.3; python_version >= '3.11' and python_version < '3
 FAIRSEQ_NEEDS := cffi cython hydra-core omegaconf regex sacrebleu bitarray scikit-learn
 WITH_EXTRA := $(VENV)-fairseq
 NEWEST := 5.24.0
+# Tests that run with it, too: loops and drafts follow the library's most closely.
+OF_NEWEST := tests/optimizer/transformers/test_drafts.py tests/optimizer/transformers/test_loop_outputs.py
 # Errors of the CUDA interface are not reported: torch calls functions that older drivers lack.
 SANITIZER := compute-sanitizer --error-exitcode 1 --report-api-errors no
 
@@ -63,7 +65,7 @@ test-fairseq: $(VENV)/test.installed
 	$(WITH_EXTRA)/bin/python -m pip uninstall --quiet --yes torchaudio
 	$(WITH_EXTRA)/bin/python -m pip install --quiet --no-deps transformers==$(NEWEST)
 	$(WITH_EXTRA)/bin/python -m pip list | grep -iE "^(numpy|ve-fairseq|torch|transformers) "
-	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(WITH_EXTRA)/bin/python -m pytest -rs -n 2 @tests/core.txt
+	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(WITH_EXTRA)/bin/python -m pytest -rs -n 2 @tests/core.txt $(OF_NEWEST)
 
 # The same tests with other versions of Python, torch and transformers: docs/support.md. Takes an hour and the network.
 matrix: $(VENV)/pip.installed

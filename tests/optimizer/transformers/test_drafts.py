@@ -8,7 +8,7 @@ import pytest
 import torch
 from architectures import DROP, architecture_of
 from copied_text import Forced, Noting, copying
-from hooks import broken, costs, replaced, watched
+from hooks import broken, costs, fresh_trust, replaced, watched
 from parity import outcome, run_both
 from reports import capturing
 from tiny_models import inputs_of, tiny, token_ids
@@ -92,7 +92,8 @@ def test_a_configuration_may_have_no_padding_token():
 
 
 def test_a_cache_without_layers_gets_no_drafts():
-    report = forced(tiny("xlnet", max_position_embeddings=DROP), inputs_of("xlnet", 30))
+    with fresh_trust(accepted=True):
+        report = forced(tiny("xlnet", max_position_embeddings=DROP), inputs_of("xlnet", 30))
     assert "CACHE_TYPE" in report.codes(DRAFTS) and not report.drafted
 
 

@@ -15,6 +15,7 @@ tests/optimizer/transformers/test_repeatable.py
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
@@ -91,11 +92,7 @@ class GraphCache:
     @property
     def most_bytes_of_call(self) -> int:
         """The most bytes of a static cache: half of the free memory, because filling it copies the content."""
-        if self.device.type != "cuda":
-            return self.most_bytes
-        free, _ = torch.cuda.mem_get_info(self.device)
-        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return int(free + unused) // 2
+        return int(free_memory(self.device)) // 2 if self.device.type == "cuda" else self.most_bytes
 
     def put(self, key: Hashable, graph: CapturedGraph) -> None:
         """Stores a graph for other calls; drops the least recently used ones if there are too many."""
@@ -104,6 +101,17 @@ class GraphCache:
             self.entries[key] = graph
         while len(self.entries) > MOST_GRAPHS or sum(map(_nbytes, self.entries.values())) > self.most_bytes:
             self.entries.popitem(last=False)
+
+
+def free_memory(device: torch.device) -> float:
+    """Returns the free bytes of a device, with those that torch keeps unused; infinity if the system does not tell."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + unused)
+    try:
+        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, OSError, ValueError):  # Windows has no sysconf, macOS not this number
+        return math.inf
 
 
 _graph_caches: WeakKeyDictionary[nn.Module, GraphCache] = WeakKeyDictionary()

@@ -17,8 +17,6 @@ tests/ops/test_cpu_linear.py
 from __future__ import annotations
 
 import functools
-import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -34,6 +32,7 @@ from transformers.pytorch_utils import Conv1D
 from fastgen.ops import lookup
 from fastgen.ops.tracing import is_transformed
 from fastgen.optimizer.decoding.call import GenerateCall, settings_of
+from fastgen.optimizer.decoding.captures import free_memory
 from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.faster_forwards import (
     FasterForward,
@@ -190,18 +189,7 @@ def _can_keep_casts(call: GenerateCall, model: checks.HostModel) -> bool:
     if moves or facts.hooks or facts.user_code or not is_plain or len(facts.devices) != 1:
         return False
     needed = sum(2 * weight.numel() for weight in weights if weight.requires_grad and weight.dtype == torch.float32)
-    return 0 < needed <= _free_memory(next(iter(facts.devices)))
-
-
-def _free_memory(device: torch.device) -> float:
-    """Returns the free bytes of the device; infinity if the system does not tell."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return float(torch.cuda.mem_get_info(device)[0] + unused)
-    try:
-        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (AttributeError, OSError, ValueError):
-        return math.inf
+    return 0 < needed <= free_memory(next(iter(facts.devices)))
 
 
 def forwards() -> dict[type[nn.Module], Forward]:

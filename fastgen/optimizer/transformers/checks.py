@@ -253,11 +253,12 @@ class CallChecks:
         """Returns why a prefill must run with all rows instead of one of each group. May read the device."""
         cache = kv_layers.cache_of(arguments)
         cache_reasons = []
-        if kv_layers.is_static(cache):
+        is_filled = kv_layers.is_filled(cache)
+        if kv_layers.is_static(cache) and self.call.host.user_cache:
+            cache_reasons = [Reason("USER_CACHE", "the caller passed a StaticCache")]
+        elif kv_layers.is_static(cache):
             cache_reasons = _static_cache_reasons(cache, generation_config)
-            if self.call.host.user_cache:
-                cache_reasons = [Reason("USER_CACHE", "the caller passed a StaticCache")]
-        elif kv_layers.is_filled(cache):
+        elif is_filled:
             cache_reasons = kv_layers.unsupported_contents(cache, groups.rows)
         elif cache is not None:
             cache_reasons = kv_layers.unsupported_types(cache)
@@ -266,7 +267,7 @@ class CallChecks:
         argument_reasons = row_groups.unsupported_reasons(self.model.config.model_type, arguments, groups.rows)
         reasons = self.rows + cache_reasons + argument_reasons
         differ = not (reasons or groups.are_equal or row_groups.groups_are_equal_sync(arguments, groups))
-        if not (differ or reasons) and kv_layers.is_filled(cache):
+        if is_filled and not (differ or reasons):
             differ = not kv_layers.rows_are_equal_sync(cache, groups.firsts, groups.group_of_row)
         return [Reason("ROWS_DIFFER", "the rows of an input differ from each other")] if differ else reasons
 

@@ -265,10 +265,12 @@ class TransformersDecodeStep(DecodeStep):
     @property
     def own_cache(self) -> Any:
         """The loop's own cache, which holds all that steps have added once the call ends; None if there is none."""
-        if self.mode.cache is not None:
-            return self._dynamic
-        name = next(filter(self.arguments.__contains__, compat.MOVED_CACHES), None)
-        return None if name is None else self.arguments[name]
+        return self._dynamic if self.mode.cache is not None else self.arguments.get(self._cache_name)
+
+    @property
+    def _cache_name(self) -> str:
+        """The name of the cache among the arguments; empty if there is none."""
+        return next(filter(self.arguments.__contains__, compat.MOVED_CACHES), "")
 
     def crop(self, count: int) -> None:
         kv_layers.crop(self.arguments[CACHE], count)
@@ -316,8 +318,7 @@ class TransformersDecodeStep(DecodeStep):
         if (static := self.mode.cache) is not None:
             static.reorder(beam_idx)
             return
-        name = next(filter(self.arguments.__contains__, compat.MOVED_CACHES), None)
-        if name is None:
+        if not (name := self._cache_name):
             return
         cache = self.arguments[name]
         if hasattr(self.model, "_reorder_cache"):

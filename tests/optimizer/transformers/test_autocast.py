@@ -119,7 +119,7 @@ def test_weights_that_change_in_a_call_are_cast_in_each_step():
 
 def test_casts_that_do_not_fit_are_not_kept():
     model = prepared("llama")
-    with mock.patch.object(calls, "_free_memory", lambda device: 1000):
+    with mock.patch.object(calls, "free_memory", lambda device: 1000):
         model.generate(token_ids(1, 9), **NEW)
     assert CAST_ONCE not in fastgen.explain().shared
 

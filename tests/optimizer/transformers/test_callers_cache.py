@@ -32,6 +32,11 @@ FILLED = 5  # of the prompt's tokens
 pytestmark = pytest.mark.usefixtures("share_always")
 
 
+def rows_of(way: str) -> int:
+    """Returns the number of rows of an input."""
+    return DECODING[way].get("num_beams", DECODING[way].get("num_return_sequences", 1))
+
+
 def filled_cache(model: Any, prompt: torch.Tensor, rows_per_input: int) -> DynamicCache:
     """Returns a cache with the first tokens of the prompt, for all rows of each input."""
     cache = DynamicCache(config=model.config)
@@ -61,7 +66,7 @@ def both_with(model: Any, prompt: torch.Tensor, cache: Any, **arguments: Any) ->
 def test_a_conversation_continues(name, way, cuda_graphs, inputs):
     model, prompt = tiny(name), token_ids(inputs, 9)
     arguments = DECODING[way]
-    rows_per_input = arguments.get("num_beams", arguments.get("num_return_sequences", 1))
+    rows_per_input = rows_of(way)
     cache = filled_cache(model, prompt, rows_per_input)
     with capturing(cuda_graphs):
         for _ in range(2):
@@ -104,7 +109,7 @@ def test_a_cache_of_other_rows_raises_the_librarys_error():
 def test_two_turns_of_a_chat(way, cuda_graphs):
     model, prompt = tiny("llama"), token_ids(1, 9)
     arguments = NEW | DECODING[way]
-    rows = arguments.get("num_beams", arguments.get("num_return_sequences", 1))
+    rows = rows_of(way)
 
     def turns() -> Any:
         cache = DynamicCache(config=model.config)
@@ -136,7 +141,7 @@ class Failing(LogitsProcessor):
 @GRAPHS
 def test_after_an_error_of_the_program_the_cache_is_as_there(way, cuda_graphs):
     model, prompt = tiny("llama"), token_ids(2, 9)
-    rows_per_input = DECODING[way].get("num_beams", DECODING[way].get("num_return_sequences", 1))
+    rows_per_input = rows_of(way)
     caches = []
     for without in (True, False):
         caches.append(filled_cache(model, prompt, rows_per_input))
@@ -172,7 +177,7 @@ class Reading(StoppingCriteria):
 @WAYS
 def test_a_criterion_may_read_the_cache(way):
     model, prompt = tiny("llama"), token_ids(2, 9)
-    rows_per_input = DECODING[way].get("num_beams", DECODING[way].get("num_return_sequences", 1))
+    rows_per_input = rows_of(way)
     notes = []
 
     def call() -> Any:
@@ -218,7 +223,7 @@ def test_drafts_leave_exactly_what_counts(cuda_graphs, fails):
 def test_layers_stay_the_same_objects(way, cuda_graphs):
     """A program may hold the list, a layer, or a shallow copy of the cache."""
     model, prompt = tiny("llama"), token_ids(2, 9)
-    rows_per_input = DECODING[way].get("num_beams", DECODING[way].get("num_return_sequences", 1))
+    rows_per_input = rows_of(way)
 
     def call() -> Any:
         cache = filled_cache(model, prompt, rows_per_input)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastgen.ops import cpu_attention, prompt_attention, simd
+from fastgen.ops.beams import follow
 from fastgen.ops.folding import fold, fold_mask, unfold
 from fastgen.ops.kernel import Kernel, first_supported, triton_reasons
 from fastgen.ops.probes import probe
@@ -38,7 +39,7 @@ class Bounds(NamedTuple):
 
     first, last: int64 `[1]`: the mask hides keys of the first segment before `first` and of the last segment after
     `last`, which kernels may skip. ancestors: int32 `[rows, N]`: the row of the last segment's copy that has the keys
-    and values of each row and position (a table instead of a reorder); None if each row has its own.
+    and values of each row and position, see `Ancestors`; None if each row has its own.
     """
 
     first: Tensor
@@ -51,8 +52,7 @@ def follow_ancestors(segments: Sequence[Tensor], bounds: Bounds | None) -> tuple
     if bounds is None or bounds.ancestors is None:
         return tuple(segments)
     *others, last = segments
-    index = bounds.ancestors.long()[:, None, :, None].expand(last.shape)
-    return (*others, last.gather(0, index))
+    return (*others, follow(bounds.ancestors, last))
 
 
 def can_follow_ancestors(*states: Tensor) -> bool:

@@ -27,6 +27,7 @@ from fairseq.search import BeamSearch, Sampling
 from fairseq.sequence_generator import SequenceGenerator
 from torch import Tensor
 
+from fastgen.ops.beams import Ancestors, follow
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.fairseq.checks import computes_prompt_in_one_pass
 from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqDecodeStep
@@ -376,34 +377,31 @@ def _on_device(values: list[int], device: torch.device) -> Tensor:
 
 
 class StepHistory:
-    """The values `[rows, width]` of up to `steps` steps, for rows that change places.
+    """The values `[rows, width]` of up to `steps` steps, for rows that are reordered.
 
-    Values are never moved, and histories of other orders share them. A table of ancestors is reordered instead: the
-    value of row i at step s is in row `ancestors[i, s]` of step s.
+    Values are never moved, and histories of other orders share them: each has its own table of ancestors.
     """
 
     def __init__(self, steps: int, values: Tensor, dtype: torch.dtype) -> None:
         rows, width = values.shape
-        self.values = torch.empty((steps, rows, width), dtype=dtype, device=values.device)
-        self.ancestors = torch.zeros((rows, steps), dtype=torch.int64, device=values.device)
-        self.rows = torch.arange(rows, device=values.device)
+        self.values = torch.empty((rows, 1, steps, width), dtype=dtype, device=values.device)
+        self.ancestors = Ancestors(rows, steps, values.device)
+        self.ancestors.reset()
         self.written = 0
 
     def write(self, step: int, values: Tensor) -> None:
         """Stores values `[rows, width]` in the present order of rows."""
-        rows = values.shape[0]
-        self.values[step, :rows] = values
-        self.ancestors[:, step] = self.rows[:rows]
+        self.values[: values.shape[0], 0, step] = values
+        self.ancestors.reset(slice(step, step + 1))
         self.written = step + 1
 
     def reordered(self, order: Tensor) -> StepHistory:
         """Returns a history whose row i is row `order[i]` (int64); there may be fewer rows. This one stays as it is."""
         history = copy.copy(self)
-        history.ancestors = self.ancestors.index_select(0, order)
+        history.ancestors = self.ancestors.select(order)
         return history
 
     def index_select(self, dim: int, rows: Tensor) -> Tensor:
         """Returns the steps of these rows (int64), like `index_select` of a tensor `[rows, width, steps]`."""
-        ancestors = self.ancestors.index_select(dim, rows)[:, : self.written].t()  # [steps, rows]
-        steps = torch.arange(self.written, device=rows.device).unsqueeze(1)
-        return self.values[steps, ancestors].permute(1, 2, 0).contiguous()
+        steps = follow(self.ancestors.select(rows).table, self.values[:, :, : self.written])
+        return steps[:, 0].transpose(1, 2).contiguous()

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
@@ -28,7 +27,16 @@ from fastgen.config import CONFIG
 from fastgen.ops.beams import move_rows
 from fastgen.optimizer.decoding.cost_model import CostModel, Work
 from fastgen.optimizer.decoding.report import LAYER_EMPTY, STEPS, LeaveAlone, Reason, check
-from fastgen.optimizer.decoding.segmented_kv import KV, SegmentedKV, Segments, cut, in_segments, length_of, materialized
+from fastgen.optimizer.decoding.segmented_kv import (
+    KV,
+    SegmentedKV,
+    Segments,
+    cut,
+    in_segments,
+    length_of,
+    materialized,
+    repeated,
+)
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, rows_of
 
 FIRST_CAPACITY = 32
@@ -152,24 +160,18 @@ def _holders_of_new_buffer(layers: int) -> int | None:
     return _holders(buffer)
 
 
-@dataclass
-class LayerKV:
-    """One layer. generated, index: where new positions are stored; None if none are. view: the result of `read`."""
-
-    generated: Generated | None
-    index: int
-    view: tuple[SegmentedKV, SegmentedKV] | None = None
-
-
 class KVCache(Segments):
-    """`Segments` whose buffers grow, see the drawing above."""
+    """`Segments` whose buffers grow, see the drawing above.
 
-    bounds = None  # see `StaticKVCache`: here no position is hidden
+    generated: where layers store new positions. stored_in: for each layer the `Generated` and the index in it; None if
+    the layer does not grow. views: the results of `read`; None after a change.
+    """
 
     def __init__(self, inputs: int, rows_per_input: int, usage: Counter[str] | None = None) -> None:
         super().__init__(inputs, rows_per_input, usage)
-        self.layers: list[LayerKV] = []
         self.generated: list[Generated] = []
+        self.stored_in: list[tuple[Generated, int] | None] = []
+        self.views: list[tuple[SegmentedKV, SegmentedKV] | None] = []
 
     @classmethod
     def of(cls, content: KVContent, limit: int) -> KVCache:
@@ -188,26 +190,28 @@ class KVCache(Segments):
 
         limit: the most positions that can be added to each row; None for layers that do not grow, which come last.
         """
-        first = len(self.layers)
-        generated = None
-        if limit is not None:
-            generated = Generated(len(prompts), limit)
-            self.generated.append(generated)
+        first = len(self.prompts)
+        count = len(prompts)
         self.prompts += prompts
-        for index in range(len(prompts)):
-            self.layers.append(LayerKV(generated, index))
-        return range(first, len(self.layers))
+        self.views += [None] * count
+        if limit is None:
+            self.stored_in += [None] * count
+        else:
+            self.generated.append(Generated(count, limit))
+            self.stored_in += [(self.generated[-1], index) for index in range(count)]
+        return range(first, len(self.prompts))
 
     def repeat_prompt(self, layer: int) -> None:
         """Stores the last segment of a prompt once per row, before anything is generated; called for each layer."""
-        layer_kv = self.layers[layer]
-        *others, (keys, values) = self.prompts[layer]
-        count = self.rows // keys.shape[0]
-        pair = keys.repeat_interleave(count, dim=0), values.repeat_interleave(count, dim=0)
-        self.prompts[layer] = (*others, pair) if layer_kv.generated is None else tuple(others)
-        if layer_kv.generated is not None:
-            layer_kv.generated.append(layer_kv.index, *pair)
-            layer_kv.generated.unmoved = pair[0].shape[2]
+        *first, last = self.prompts[layer]
+        pair = repeated(last, self.rows)
+        if (stored := self.stored_in[layer]) is None:
+            self.prompts[layer] = (*first, pair)
+        else:
+            generated, index = stored
+            self.prompts[layer] = tuple(first)
+            generated.append(index, *pair)
+            generated.unmoved = pair[0].shape[2]
 
     def branch(self, rows_per_input: int, shares: bool, limit: int) -> None:
         """Turns each row into an input of `rows_per_input` rows, which share the positions that were added to it.
@@ -220,46 +224,47 @@ class KVCache(Segments):
             return
         self.rows *= rows_per_input
         branched: dict[Generated, Generated] = {}
-        for layer, layer_kv in enumerate(self.layers):
+        for layer in range(len(self.prompts)):
             self._invalidate(layer)
-            if (added := layer_kv.generated) is not None:
-                self.prompts[layer] += (tuple(states.contiguous() for states in added.read(layer_kv.index)),)
-                length = 0 if shares else added.lengths[layer_kv.index]
-                layer_kv.generated = branched.setdefault(added, Generated(len(added.lengths), limit + length))
+            if (stored := self.stored_in[layer]) is not None:
+                added, index = stored
+                self.prompts[layer] += (tuple(states.contiguous() for states in added.read(index)),)
+                length = 0 if shares else added.lengths[index]
+                self.stored_in[layer] = branched.setdefault(added, Generated(len(added.lengths), limit + length)), index
                 if not shares:
                     self.repeat_prompt(layer)
         self.generated = list(branched.values())
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Appends the keys and values of each row, `[rows, kv_heads, new_length, head_dim]`, to a layer."""
-        layer_kv = self.layers[layer]
-        if layer_kv.view is not None:
+        if self.views[layer] is not None:
             self._invalidate(layer)
-        generated = layer_kv.generated or self._materialize(layer)  # the model appends to a layer that should not grow
-        generated.append(layer_kv.index, keys, values)
+        stored = self.stored_in[layer] or self._materialize(layer)  # the model appends to a layer that should not grow
+        generated, index = stored
+        generated.append(index, keys, values)
 
     def segments(self, layer: int) -> tuple[KV, ...]:
         """Returns what attention sees: the prompt's segments, and the generated one, with a copy per row."""
-        layer_kv, prompt = self.layers[layer], self.prompts[layer]
-        if layer_kv.generated is None or not layer_kv.generated.lengths[layer_kv.index]:
+        prompt = self.prompts[layer]
+        if (stored := self.stored_in[layer]) is None:
             return prompt
-        return *prompt, layer_kv.generated.read(layer_kv.index)
+        generated, index = stored
+        return (*prompt, generated.read(index)) if generated.lengths[index] else prompt
 
     def read(self, layer: int) -> KV:
         """Returns keys and values `[rows, kv_heads, length, head_dim]`; the same tensors until the next change."""
-        layer_kv = self.layers[layer]
-        if layer_kv.view is not None:
+        if (view := self.views[layer]) is not None:
             if not self.was_materialized(layer):
-                return layer_kv.view
+                return view
             self._invalidate(layer)
         keys, values = in_segments(self.segments(layer), self.rows, self.usage)
         if isinstance(keys, SegmentedKV) and isinstance(values, SegmentedKV):
-            layer_kv.view = keys, values
+            self.views[layer] = keys, values
         return keys, values
 
     def was_materialized(self, layer: int) -> bool:
         """Whether the present keys or values were materialized, and so may have been written by other code."""
-        view = self.layers[layer].view
+        view = self.views[layer]
         return view is not None and (view[0].memory is not None or view[1].memory is not None)
 
     def length(self, layer: int) -> int:
@@ -268,7 +273,7 @@ class KVCache(Segments):
 
     def copy(self, layer: int) -> KV:
         """Returns keys and values `[rows, kv_heads, length, head_dim]`, in memory of their own."""
-        if (view := self.layers[layer].view) is not None:
+        if (view := self.views[layer]) is not None:
             return view[0].materialize(), view[1].materialize()
         return tuple(materialized(segments, self.rows) for segments in zip(*self.segments(layer)))
 
@@ -283,9 +288,10 @@ class KVCache(Segments):
 
     def crop(self, layer: int, count: int) -> bool:
         """Drops the last `count` positions of a layer; returns False if not so many were generated."""
-        layer_kv = self.layers[layer]
-        generated, index = layer_kv.generated, layer_kv.index
-        if generated is None or count > generated.lengths[index] - generated.unmoved:
+        if (stored := self.stored_in[layer]) is None:
+            return False
+        generated, index = stored
+        if count > generated.lengths[index] - generated.unmoved:
             return False
         self._invalidate(layer)
         generated.lengths[index] -= count
@@ -293,21 +299,22 @@ class KVCache(Segments):
 
     def reorder(self, beam_idx: Tensor, layer: int | None = None) -> None:
         """Overwrites row i with row `beam_idx[i]` of the same input, in all layers or in one."""
-        for index, layer_kv in enumerate(self.layers):
-            if layer_kv.view is not None and layer_kv.generated is not None and layer in (None, index):
+        for index, stored in enumerate(self.stored_in):
+            if stored is not None and self.views[index] is not None and layer in (None, index):
                 self._invalidate(index)
         if layer is None:
             for generated in self.generated:
                 generated.reorder(beam_idx)
-        elif (layer_kv := self.layers[layer]).generated is not None:
-            layer_kv.generated.reorder(beam_idx, slice(layer_kv.index, layer_kv.index + 1))
+        elif (stored := self.stored_in[layer]) is not None:
+            generated, index = stored
+            generated.reorder(beam_idx, slice(index, index + 1))
 
     def compact(self, batch_index: Tensor, rows: Tensor) -> None:
         """Drops the inputs that are not at `batch_index`; row i becomes what row `rows[i]` was (int64 both).
 
         Each remaining input has the same number of rows, which are adjacent.
         """
-        for layer in range(len(self.layers)):
+        for layer in range(len(self.prompts)):
             self._invalidate(layer)
             prompt = self.prompts[layer]
             self.prompts[layer] = tuple(rows_of(pair, self.rows, batch_index, rows) for pair in prompt)
@@ -319,13 +326,17 @@ class KVCache(Segments):
     def content(self) -> KVContent:
         """Returns the content as views, to be loaded into a static cache. Raises LeaveAlone if that is impossible."""
         generated: list[KV] = []
-        for layer, layer_kv in enumerate(self.layers):
+        for layer, stored in enumerate(self.stored_in):
             if self.was_materialized(layer):
                 raise LeaveAlone([Reason("MATERIALIZED", "the model materializes its keys")])
-            if not (self.prompts[layer] if layer_kv.generated is None else layer_kv.generated.lengths[layer_kv.index]):
+            is_empty = not self.prompts[layer]
+            if stored is not None:
+                buffers, index = stored
+                is_empty = not buffers.lengths[index]
+            if is_empty:
                 raise LeaveAlone([LAYER_EMPTY])
-            if layer_kv.generated is not None:
-                generated.append(layer_kv.generated.read(layer_kv.index))
+            if stored is not None:
+                generated.append(buffers.read(index))
         unmoved = min(map(attrgetter("unmoved"), self.generated), default=0)
         content = KVContent(self.rows, self.rows_per_input, tuple(self.prompts), generated, unmoved)
         content.require_alike()
@@ -335,16 +346,18 @@ class KVCache(Segments):
         """Invalidates the tensors handed out by `read`."""
         if self.was_materialized(layer):
             self._materialize(layer)
-        self.layers[layer].view = None
+        self.views[layer] = None
 
-    def _materialize(self, layer: int) -> Generated:
-        """Stores a layer once per row, in buffers of its own."""
-        layer_kv = self.layers[layer]
+    def _materialize(self, layer: int) -> tuple[Generated, int]:
+        """Stores a layer once per row, in buffers of its own, and returns where."""
         pair = self.copy(layer)
-        repeated = length_of(self.prompts[layer])
-        generated = Generated(1, repeated + (0 if layer_kv.generated is None else layer_kv.generated.limit))
+        unmoved = length_of(self.prompts[layer])
+        stored = self.stored_in[layer]
+        generated = Generated(1, unmoved + (0 if stored is None else stored[0].limit))
         generated.append(0, *pair)
-        generated.unmoved = repeated
+        generated.unmoved = unmoved
         self.generated.append(generated)
-        self.prompts[layer], layer_kv.generated, layer_kv.index, layer_kv.view = (), generated, 0, None
-        return generated
+        self.prompts[layer] = ()
+        self.views[layer] = None
+        self.stored_in[layer] = generated, 0
+        return generated, 0

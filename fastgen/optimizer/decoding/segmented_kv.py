@@ -77,6 +77,10 @@ class Segments:
     def inputs(self) -> int:
         return self.rows // self.rows_per_input
 
+    def bounds_of(self, layer: int) -> Bounds | None:
+        """Returns what hides positions of a layer from kernels; None if nothing is hidden."""
+        return None
+
 
 class SegmentedKV(Tensor):
     """Keys or values `[rows, kv_heads * groups, length, head_dim]` stored in segments.
@@ -216,10 +220,15 @@ def _on_materialized(func: Function, args: tuple[Any, ...], kwargs: dict[str, An
     return func(*args, **kwargs)
 
 
+def repeated(pair: KV, rows: int) -> KV:
+    """Returns a copy of a segment's keys and values with one copy for each row."""
+    return tuple(states.repeat_interleave(rows // states.shape[0], dim=0) for states in pair)
+
+
 def materialized(segments: Iterable[Tensor], rows: int) -> Tensor:
     """Returns segments as one tensor `[rows, kv_heads, length, head_dim]` in memory of its own."""
-    repeated = [one if one.shape[0] == rows else one.repeat_interleave(rows // one.shape[0], 0) for one in segments]
-    return torch.cat(repeated, dim=2)
+    by_row = [one if one.shape[0] == rows else one.repeat_interleave(rows // one.shape[0], 0) for one in segments]
+    return torch.cat(by_row, dim=2)
 
 
 def length_of(segments: Iterable[KV]) -> int:

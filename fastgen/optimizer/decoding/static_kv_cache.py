@@ -21,14 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from functools import cached_property
+from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastgen.ops.beams import move_rows
+from fastgen.ops.beams import Ancestors, follow, move_rows
 from fastgen.ops.shared_attention import Bounds, can_follow_ancestors
 from fastgen.ops.tracing import UnderAutocast
 from fastgen.optimizer.decoding.report import STEPS, LeaveAlone, Reason, check
@@ -39,9 +40,9 @@ SMALLEST_CAPACITY = 32
 MOST_TOKENS = 12  # of one step
 
 PairSpec = tuple[tuple[Any, ...], ...]  # sizes, dtype and device, for keys and for values
-# Rows, rows per input, the generated pair of a layer; then for growing and for other layers their number and the
-# segments of their prompts.
-Spec = tuple[int, int, PairSpec, tuple[tuple[int, tuple[PairSpec, ...]], ...]]
+# Rows, rows per input, the number of growing layers, the generated pair of each; then for runs of layers with equal
+# prompts their number, and the segments of the prompt.
+Spec = tuple[int, int, int, PairSpec, tuple[tuple[int, tuple[PairSpec, ...]], ...]]
 
 _kind = attrgetter("shape", "dtype", "device")
 _nbytes = attrgetter("nbytes")
@@ -66,8 +67,9 @@ class KVContent:
     """Keys and values of all layers as views, to be loaded into a static cache.
 
     prompts: the segments of each layer that no step writes. generated: `[rows, kv_heads, length, head_dim]` for each
-    layer that steps write; layers that do not grow come last. unmoved: how many of the first generated positions are
-    equal in all rows of an input.
+    layer that steps write, of equal length; layers that do not grow come last. unmoved: how many of the first generated
+    positions are equal in all rows of an input. dropped: for each layer that steps write, how many positions before its
+    prompt a window has dropped; empty if none.
     """
 
     rows: int
@@ -75,6 +77,7 @@ class KVContent:
     prompts: Sequence[tuple[KV, ...]]
     generated: Sequence[KV]
     unmoved: int = 0
+    dropped: Sequence[int] = ()
 
     @property
     def inputs(self) -> int:
@@ -90,11 +93,8 @@ class KVContent:
 
     @check(STEPS)
     def require_alike(self) -> None:
-        """Raises LeaveAlone if the growing layers differ from each other, or the layers that do not grow."""
-        layers = zip(self.prompts, self.generated)
-        growing = {tuple(map(_kind, chain(*prompt, pair))) for prompt, pair in layers}
-        others = {tuple(map(_kind, chain(*prompt))) for prompt in self.prompts[len(self.generated) :]}
-        if len(growing) != 1 or len(others) > 1:
+        """Raises LeaveAlone if what steps write differs between layers."""
+        if len({tuple(map(_kind, pair)) for pair in self.generated}) != 1:
             raise LeaveAlone([Reason("LAYERS_DIFFER", "the layers of the cache differ in shape, dtype or device")])
 
     def without_last(self, count: int = 1) -> KVContent:
@@ -105,7 +105,19 @@ class KVContent:
         """Returns the content of the inputs at `batch_index`; its row i is row `rows[i]` (int64 both)."""
         prompts = [tuple(rows_of(pair, self.rows, batch_index, rows) for pair in prompt) for prompt in self.prompts]
         generated = [rows_of(pair, self.rows, batch_index, rows) for pair in self.generated]
-        return KVContent(len(rows), len(rows) // len(batch_index), prompts, generated, self.unmoved)
+        rows_per_input = len(rows) // len(batch_index)
+        return replace(self, rows=len(rows), rows_per_input=rows_per_input, prompts=prompts, generated=generated)
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """The first layer and the number of consecutive layers with equal prompts."""
+        growing = len(self.generated)
+        kinds = [(layer < growing, *map(_kind, chain(*prompt))) for layer, prompt in enumerate(self.prompts)]
+        runs = []
+        for _, group in groupby(range(len(kinds)), key=kinds.__getitem__):
+            first, *rest = group
+            runs.append((first, 1 + len(rest)))
+        return runs
 
     def spec(self, most: int, exact_lengths: bool = False) -> Spec:
         """Returns the shapes, capacities, dtypes and devices of a static cache for this content.
@@ -113,57 +125,62 @@ class KVContent:
         most: the most positions that a row can generate. exact_lengths: whether prompts are not padded to common sizes.
         """
         growing = len(self.generated)
-        count = len(self.prompts)
-        kinds = []
-        for first, end in ((0, growing), (growing, count)) if growing < count else ((0, growing),):
+        is_padded = growing == len(self.prompts)  # whether self-attention is, and not cross-attention
+        runs = []
+        for first, count in self.runs:
             prompt = self.prompts[first]
             lengths = [keys.shape[2] for keys, _ in prompt]
-            if prompt and end == count and not exact_lengths:
+            if prompt and (first >= growing or is_padded) and not exact_lengths:
                 lengths[0] = rounded(lengths[0])
-            kinds.append((end - first, tuple(map(_spec_of, prompt, lengths))))
+            runs.append((count, tuple(map(_spec_of, prompt, lengths))))
         generated = _spec_of(self.generated[0], capacity_for(self.generated_length + 1, most))
-        return self.rows, self.rows_per_input, generated, tuple(kinds)
+        return self.rows, self.rows_per_input, growing, generated, tuple(runs)
 
 
 class StaticKVCache(Segments):
     """`Segments` at fixed addresses with spare capacity, see the drawing above.
 
     prompts: as in `KVContent`, but the first segment begins with padding: in cross-attention if there is any, otherwise
-    in self-attention. padding: its number of positions; self_padding: the same in self-attention. growing: the number
-    of layers that steps write. buffers: their keys and values, `[layers, rows, kv_heads, capacity, head_dim]`.
-    prompt_length: of self-attention, without padding. capacity: the most generated positions of a row;
-    generated_length: the present number.
+    in self-attention. paddings: the number of its positions in each layer; padding: the largest. growing: the number of layers that steps write. buffers: their keys and values, `[layers, rows, kv_heads,
+    capacity, head_dim]`. prompt_lengths: of each layer, without padding; dropped: see `KVContent`. capacity: the most
+    generated positions of a row; generated_length: the present number.
 
     A step reads three tensors and writes the last; `advance` counts afterwards. write_positions: the indices of the
     next positions, int64 `[MOST_TOKENS]`; write_position: the first of them, `[1]`. A step of several tokens writes
-    several; those that are not counted are overwritten. first_position: the first position of self-attention after its
-    padding, int64 `[1]`. seq_lengths: the number of positions in each growing layer, int64 `[layers]`. bounds: see
-    `Bounds`, of a step of one token; None on a CPU.
+    several; those that are not counted are overwritten. first_positions: the first position of each growing layer after
+    its padding; seq_lengths: the number of its positions, with those that were dropped; both int64 `[layers]`. bounds:
+    see `Bounds`, of each growing layer in a step of one token; None on a CPU.
 
     by_table: whether reorders write a table of ancestors instead of moving rows, if the kernel of the steps reads it.
     """
 
     def __init__(self, spec: Spec, by_table: bool = False) -> None:
-        rows, rows_per_input, generated, kinds = spec
+        rows, rows_per_input, self.growing, generated, runs = spec
         super().__init__(rows // rows_per_input, rows_per_input)
-        for count, prompt in kinds:
+        for count, prompt in runs:
             self.prompts += [tuple(tuple(map(_empty, pair)) for pair in prompt) for _ in range(count)]
-        self.growing, _ = kinds[0]
         self.buffers = [_empty(states, self.growing) for states in generated]
         self.by_layer: list[KV] = list(zip(*map(torch.unbind, self.buffers)))
         self._loaded: list[tuple[KV, ...]] = []  # prompts without padding
-        self.padding = self.self_padding = self.prompt_length = self.generated_length = self.unmoved = 0
+        self.padding = self.generated_length = self.unmoved = 0
+        self.paddings = [0] * len(self.prompts)
+        self.prompt_lengths = [0] * len(self.prompts)
+        self.dropped: Sequence[int] = [0] * self.growing
         self.capacity = self.buffers[0].shape[3]
         self._ahead = torch.arange(MOST_TOKENS, device=self.buffers[0].device)
         self.write_positions = torch.zeros_like(self._ahead)
         self.write_position = self.write_positions[:1]
-        self.first_position = torch.zeros_like(self.write_position)
         self.seq_lengths = self.write_position.repeat(self.growing)
-        self.bounds: Bounds | None = None
+        self.first_positions = torch.zeros_like(self.seq_lengths)
+        self._starts = torch.zeros_like(self.seq_lengths)
+        self.bounds: list[Bounds | None] = [None] * len(self.prompts)
+        self._ancestors: Ancestors | None = None
         if self.write_position.is_cuda:
-            follows = by_table and can_follow_ancestors(*self.buffers)
-            table = torch.empty((self.rows, self.capacity), dtype=torch.int32, device=self.write_position.device)
-            self.bounds = Bounds(self.first_position, self.write_position, table if follows else None)
+            if by_table and can_follow_ancestors(*self.buffers):
+                self._ancestors = Ancestors(self.rows, self.capacity, self.write_position.device)
+            table = None if self._ancestors is None else self._ancestors.table
+            for layer, first in enumerate(self.first_positions.split(1)):
+                self.bounds[layer] = Bounds(first, self.write_position, table)
         self._is_in_order = True  # False: keys and values of a row are in other rows
         self.nbytes = KVContent(self.rows, self.rows_per_input, self.prompts, self.by_layer).nbytes
 
@@ -173,10 +190,17 @@ class StaticKVCache(Segments):
         self._reset_ancestors()
         for pair, source in zip(self.by_layer, content.generated):
             _copy_in(pair, source, 0)
-        self.padding = length_of(self.prompts[-1]) - length_of(content.prompts[-1])
-        self.prompt_length = length_of(content.prompts[0])
-        self.self_padding = length_of(self.prompts[0]) - self.prompt_length
-        self.first_position.fill_(self.self_padding)
+        self.dropped = content.dropped or [0] * self.growing
+        for first, count in content.runs:
+            length = length_of(content.prompts[first])
+            layers = slice(first, first + count)
+            self.prompt_lengths[layers] = [length] * count
+            padding = length_of(self.prompts[first]) - length
+            self.paddings[layers] = [padding] * count
+            if first < self.growing:
+                self.first_positions[layers] = padding
+                self._starts[layers] = length + self.dropped[first]
+        self.padding = max(self.paddings)
         self.unmoved, self.generated_length = content.unmoved, content.generated_length
         self.advance(0)
 
@@ -184,7 +208,7 @@ class StaticKVCache(Segments):
         """Counts the positions added to each layer; 0 resets the write position after a discarded attempt."""
         self.generated_length += count
         torch.add(self._ahead, self.generated_length, out=self.write_positions)
-        self.seq_lengths.fill_(self.prompt_length + self.generated_length)
+        torch.add(self._starts, self.generated_length, out=self.seq_lengths)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Appends positions of each row, `[rows, kv_heads, 1 to MOST_TOKENS, head_dim]`, to a layer.
@@ -202,18 +226,23 @@ class StaticKVCache(Segments):
         prompt = self.prompts[layer]
         return (*prompt, self.by_layer[layer]) if layer < self.growing else prompt
 
+    def bounds_of(self, layer: int) -> Bounds | None:
+        return self.bounds[layer]
+
     def read(self, layer: int, tokens: int = 1) -> KV:
         """Returns keys and values `[rows, kv_heads, length, head_dim]` with padding and spare capacity.
 
         tokens: of the step. For several, the library would copy keys for all heads that share them: segments stop it.
         """
-        bounds = self.bounds if layer < self.growing else None
-        return in_segments(self.segments(layer), self.rows, self.usage, bounds, is_plain=tokens == 1)
+        return in_segments(self.segments(layer), self.rows, self.usage, self.bounds[layer], is_plain=tokens == 1)
 
     def mask(self) -> Tensor:
-        """Returns the mask of self-attention for the next position, bool `[1, 1, 1, …]`, true for visible positions."""
-        first = self.self_padding
-        length = self.self_padding + self.prompt_length
+        """Returns the mask of self-attention for the next position, bool `[1, 1, 1, …]`, true for visible positions.
+
+        For layers that have the same number of positions and no window.
+        """
+        first = self.paddings[0]
+        length = first + self.prompt_lengths[0]
         positions = torch.arange(length + self.capacity, device=self.write_position.device)
         return ((positions >= first) & (positions <= length + self.generated_length))[None, None, None]
 
@@ -222,8 +251,8 @@ class StaticKVCache(Segments):
         if self.generated_length <= self.unmoved or (layer is not None and layer >= self.growing):
             return
         positions = slice(self.unmoved, self.generated_length)
-        if layer is None and self.bounds is not None and self.bounds.ancestors is not None:
-            move_rows([self.bounds.ancestors[None, :, None, positions, None]], beam_idx)
+        if layer is None and self._ancestors is not None:
+            self._ancestors.reorder(beam_idx, positions)
             self._is_in_order = False
             return
         if not self._is_in_order:
@@ -234,29 +263,27 @@ class StaticKVCache(Segments):
 
     def _apply_ancestors(self) -> None:
         """Moves keys and values to the rows that they belong to, in memory that is allocated before the first move."""
-        if self._is_in_order or self.bounds is None or self.bounds.ancestors is None:
+        if self._is_in_order or self._ancestors is None:
             return
-        index = self.bounds.ancestors.long()[:, None, :, None]  # [rows, 1, capacity, 1]
         for buffer, moved in [(buffer, torch.empty_like(buffer[0])) for buffer in self.buffers]:
             for states in buffer:
-                states.copy_(torch.gather(states, 0, index.expand_as(states), out=moved))
+                states.copy_(follow(self._ancestors.table, states, out=moved))
         self._reset_ancestors()
 
     def _reset_ancestors(self) -> None:
-        """Makes the table say that each row has its own keys and values."""
         self._is_in_order = True
-        if self.bounds is not None and (ancestors := self.bounds.ancestors) is not None:
-            ancestors.copy_(torch.arange(self.rows, device=ancestors.device)[:, None])
+        if self._ancestors is not None:
+            self._ancestors.reset()
 
     def content(self) -> KVContent:
         """Returns the content, without padding and spare capacity."""
         self._apply_ancestors()
         generated = [cut(pair, 0, self.generated_length) for pair in self.by_layer]
-        return KVContent(self.rows, self.rows_per_input, self._loaded, generated, self.unmoved)
+        return KVContent(self.rows, self.rows_per_input, self._loaded, generated, self.unmoved, self.dropped)
 
     def length(self, layer: int) -> int:
         """Returns the number of positions in the layer."""
-        return length_of(self._loaded[layer]) + (self.generated_length if layer < self.growing else 0)
+        return self.prompt_lengths[layer] + (self.generated_length if layer < self.growing else 0)
 
     def copy(self, layer: int) -> KV:
         """Returns keys and values `[rows, kv_heads, length, head_dim]` in memory of their own."""

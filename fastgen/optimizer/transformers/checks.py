@@ -285,7 +285,7 @@ class CallChecks:
             ("TRANSFORMERS_VERSION", "transformers before 5.17 continues from a cache in another way", is_old),
             self._attention_reasons,
             ("CACHE_TYPE", "there is no DynamicCache", not has_layers),
-            kv_layers.layer_reasons(cache, most) if has_layers else [],
+            kv_layers.layer_reasons(cache) or kv_layers.window_reasons(cache, most) if has_layers else [],
             self._growing_positions,
             ("POSITIONS", f"{kind}: {counted}", moves_columns and counted is not None),
         )
@@ -373,7 +373,8 @@ class CallChecks:
             ("PREPARES_INPUTS", "{} is not GenerationMixin's: it may prepare several tokens differently", prepares),
             ("TOKENS_COUPLED", f"an expert takes at most {capacity} tokens of a row", has_few),
             ("CACHE_TYPE", "there is no DynamicCache", cache is None or kv_layers.is_static(cache)),
-            [] if cache is None else kv_layers.unsupported_types(cache) or kv_layers.layer_reasons(cache, most),
+            [] if cache is None else kv_layers.unsupported_types(cache) or kv_layers.layer_reasons(cache),
+            [] if cache is None else kv_layers.window_reasons(cache, most),
             self._growing_positions,
             self._table_reasons(most),
             ("USER_CACHE", READ, self._cache_is_read),
@@ -414,7 +415,7 @@ class CallChecks:
             ("MAY_SYNC", f"{name}.forward may synchronise with the device (not _can_compile_fullgraph)", waits),
             self._attention_reasons,
             ("QUANTIZED", "the model is quantized", getattr(model, "hf_quantizer", None) is not None),
-            [] if cache is None else kv_layers.layer_reasons(cache, most),
+            [] if cache is None else kv_layers.static_reasons(cache, most - self.arguments.input_ids.shape[1]),
             self._table_reasons(most),
             ("REORDERS_ITSELF", REORDERS, hasattr(model, "_reorder_cache")),
         )

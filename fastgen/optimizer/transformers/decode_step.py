@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 
 from fastgen.models.cache_names import CACHE
+from fastgen.ops.tracing import NotRepeatable
 from fastgen.optimizer.decoding.call import Rollback, undo_of_attributes, undo_of_random_numbers, undo_of_tensors
 from fastgen.optimizer.decoding.captures import CannotPad
 from fastgen.optimizer.decoding.cost_model import CostModel, ModelSize, size_of
@@ -206,7 +207,7 @@ class TransformersDecodeStep(DecodeStep):
         count = size - 1
         column = 0
         if graph is not None:
-            column = graph.cache.self_padding + graph.cache.prompt_length + graph.cache.generated_length + 1
+            column = graph.cache.paddings[0] + graph.cache.prompt_lengths[0] + graph.cache.generated_length + 1
         return inputs_ahead(self._inputs_of_one(tokens[:, :-count], graph), tokens[:, -count:], column)
 
     def _inputs_of_one(self, tokens: Tensor, graph: CapturedGraph | None) -> dict[str, Any]:
@@ -220,9 +221,10 @@ class TransformersDecodeStep(DecodeStep):
         if masks is not None:  # the library builds none then
             arguments[name] = tree_leaves(masks)[0]
         inputs = self.model.prepare_inputs_for_generation(tokens, next_sequence_length=length, **arguments)
-        del inputs[CACHE]
-        if (padding := graph.cache.padding) and (masks is None or is_cross):
-            inputs = self._pad(inputs, padding)
+        if inputs.pop(CACHE, None) is None:  # as Phi-3 does, where its rotary positions change
+            raise NotRepeatable("the model drops its cache")
+        if graph.cache.padding and (masks is None or is_cross):
+            inputs = self._pad(inputs, graph.cache)
         if masks is not None:
             inputs[name] = masks
         else:
@@ -244,7 +246,10 @@ class TransformersDecodeStep(DecodeStep):
             raise LeaveAlone([Reason("NO_CACHE", "there is no cache")])
         self._dynamic = cache
         self._cache = ref(cache)  # later arguments hold a graph's view, which a step returns as its cache
-        content = kv_layers.content_of(cache, cache.get_seq_length() + left)
+        content = kv_layers.content_of(cache, left)
+        self._masks.is_possible = self._masks.is_possible and not kv_layers.window_reasons(
+            cache, cache.get_seq_length() + left
+        )
         leave_alone_for(self.checks.row_states({self.rows, self.call.inputs}))
         return content, frozenset(name for name, value in self.arguments.items() if value is not None)
 
@@ -292,21 +297,25 @@ class TransformersDecodeStep(DecodeStep):
     def is_streamed(self) -> bool:
         return self.checks.arguments.streamer is not None
 
-    def _pad(self, inputs: dict[str, Any], padding: int) -> dict[str, Any]:
-        """Returns the arguments of a forward, padded with so many hidden positions before the first one.
+    def _pad(self, inputs: dict[str, Any], cache: StaticKVCache) -> dict[str, Any]:
+        """Returns the arguments of a forward, padded with hidden positions before the first one, as the cache is.
 
         If there is cross-attention, the positions are among its keys; the model expands its mask `[rows, length]`.
         Otherwise the masks must be those of self-attention, `[rows, 1, 1, length]`, one for all layers or one for each
-        kind. Arguments that do not change are padded once.
+        kind, which their length tells apart. Arguments that do not change are padded once.
         """
         is_cross = self.model.config.is_encoder_decoder
         masks = tree_leaves(inputs.get(MASK))
         encoded = inputs.get(ENCODED)
         if not masks or any(not isinstance(mask, Tensor) or mask.dim() != (2 if is_cross else 4) for mask in masks):
             raise CannotPad
-        if is_cross and (encoded is None or masks[0].shape[1] != encoded[0].shape[1]):  # speech encoders downsample
+        if not is_cross:
+            pad_mask = partial(_padded_like, cache=cache)
+            return {**inputs, MASK: tree_map_only(Tensor, pad_mask, inputs[MASK])}
+        if encoded is None or masks[0].shape[1] != encoded[0].shape[1]:  # speech encoders downsample
             raise CannotPad
-        for name in (MASK, ENCODED) if is_cross else (MASK,):
+        padding = cache.padding
+        for name in (MASK, ENCODED):
             value, length, _ = self._padded.get(name, (None, 0, None))
             if value is not inputs[name] or length != padding:
                 pad = partial(_hidden_before if name == MASK else _zeros_before, padding=padding)
@@ -402,7 +411,7 @@ class StepMasks:
             self._length = cache.generated_length + 1
 
     def _revealed(self, cache: StaticKVCache) -> Any:
-        start = cache.self_padding + cache.prompt_length
+        start = cache.paddings[0] + cache.prompt_lengths[0]
         for mask in tree_leaves(self._masks):
             new = mask[..., start + self._length : start + cache.generated_length + 1]
             new.fill_(True if mask.dtype == torch.bool else 0)
@@ -449,6 +458,15 @@ def _hidden_before(mask: Tensor, padding: int) -> Tensor:
     """Pads a mask `[…, length]`: of bool or numbers (1 is visible), or, with four dimensions, added to scores."""
     is_added = mask.dim() == 4 and mask.dtype != torch.bool
     return functional.pad(mask, (padding, 0), value=torch.finfo(mask.dtype).min if is_added else 0)
+
+
+def _padded_like(mask: Tensor, cache: StaticKVCache) -> Tensor:
+    """Pads a mask as layers of its length are. Raises CannotPad if such layers have several paddings."""
+    lengths = [length + cache.capacity for length in cache.prompt_lengths]
+    paddings = {padding for length, padding in zip(lengths, cache.paddings) if length == mask.shape[-1]}
+    if len(paddings) != 1:
+        raise CannotPad
+    return _hidden_before(mask, *paddings)
 
 
 def _zeros_before(states: Tensor, padding: int) -> Tensor:

@@ -50,8 +50,8 @@ class KVLayer(DynamicLayer):
 
     Reading `keys` or `values` gives tensors of the full shape `[rows, kv_heads, length, head_dim]`. Methods of
     `DynamicLayer` that are not overridden here read and assign them; an assignment makes the layer the library's. In a
-    `StaticKVCache`, a sliding window is never exceeded (`layer_reasons`), so only the mask's size differs. user_code:
-    whether the attention is not the library's, and may rely on any property of a plain layer's keys.
+    `StaticKVCache`, a sliding window drops no further positions: the library's mask hides them. user_code: whether the
+    attention is not the library's, and may rely on any property of a plain layer's keys.
     """
 
     def __init__(self, layer: DynamicLayer, kv: KVCache | StaticKVCache, index: int, user_code: bool = False) -> None:
@@ -97,7 +97,7 @@ class KVLayer(DynamicLayer):
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         if self.is_compileable:
-            return self.kv.prompt_length + self.kv.capacity, 0
+            return self.kv.prompt_lengths[self.index] + self.kv.capacity, self.kv.dropped[self.index]
         return super().get_mask_sizes(*args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -122,7 +122,7 @@ class KVLayer(DynamicLayer):
         keys, values = self.kv.copy(self.index)
         if self.is_sliding:  # it stores one position less than it returns
             if self.is_compileable:
-                self.cumulative_length = keys.shape[2]
+                self.cumulative_length = self.kv.dropped[self.index] + keys.shape[2]
             keys, values = cut((keys, values), 1 - self.sliding_window, None)
         self.__class__ = self.library_class
         del self.kv, self.index, self.user_code, self.library_class, self.is_compileable, self.is_sliding
@@ -287,9 +287,9 @@ def adopt(
     for plan in plans:
         plan.apply(kv, limit, call.host.user_code)
     _report(plans, call, is_prefix)
-    if kv.layers:
+    if kv.prompts:
         call.on_exit.callback(give_back, ref(cache))
-    return bool(kv.layers) or any(plan.branched is not None for plan in plans)
+    return bool(kv.prompts) or any(plan.branched is not None for plan in plans)
 
 
 def plan_adoption(cache: Cache, rows_per_input: int, limit: int, call: GenerateCall) -> list[AdoptPlan]:
@@ -302,10 +302,12 @@ def plan_adoption(cache: Cache, rows_per_input: int, limit: int, call: GenerateC
     may_share = rows_per_input > 1 and not call.host.custom_generate
     plans: dict[Any, AdoptPlan] = {}
     gains = False
+    # A static cache needs layers of one kind, and a window drops positions of a prompt that is stored once only.
+    must_share = may_share and call.will_capture and _drops_positions(cache, limit)
 
     def storage_for(keys: Tensor, is_cross: bool) -> Storage:
         shares = may_share and should_share(call.costs, keys, rows_per_input, is_cross, call.will_capture)
-        return Storage.SHARED if shares else Storage.REPEATED
+        return Storage.SHARED if shares or (must_share and not is_cross) else Storage.REPEATED
 
     for part, is_cross in zip(parts(cache), (False, True)):
         for index, layer in enumerate(part.layers):
@@ -338,6 +340,11 @@ def plan_adoption(cache: Cache, rows_per_input: int, limit: int, call: GenerateC
         if not gains and plan.branched is None:
             plan.storage = Storage.LIBRARYS
     return [*plans.values()]
+
+
+def _drops_positions(cache: Cache, limit: int) -> bool:
+    """Whether a window will have dropped positions once `limit` were added."""
+    return bool(window_reasons(cache, int(cache.get_seq_length()) + limit))
 
 
 def _elements(keys: Tensor, rows_per_input: int, limit: int) -> int:
@@ -430,12 +437,18 @@ def make_contiguous(cache: object) -> None:
 
 
 @check(report.PREFIX, report.STEPS, report.DRAFTS)
-def layer_reasons(cache: Cache, most: int) -> list[Reason]:
-    """Returns why layers of these classes cannot be static for `most` positions; empty if they can."""
+def window_reasons(cache: Cache, most: int, positions: str = "positions") -> list[Reason]:
+    """Returns why layers with a window do not see `most` positions at once; empty if they do."""
     for layer in parts(cache)[0].layers:  # layers of cross-attention never slide
         if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window <= most:
-            text = f"a sliding window of {layer.sliding_window} for up to {most} positions"
+            text = f"a sliding window of {layer.sliding_window} for up to {most} {positions}"
             return [Reason("SLIDING_WINDOW", text)]
+    return []
+
+
+@check(report.PREFIX, report.STEPS, report.DRAFTS)
+def layer_reasons(cache: Cache) -> list[Reason]:
+    """Returns why layers of these classes cannot be static; empty if they can."""
     if foreign := {*map(type, layers_of(cache))} - {*ADOPTED, *ADOPTED.values()}:
         names = sorted(kind.__name__ for kind in foreign)
         supported = ", ".join(kind.__name__ for kind in ADOPTED)
@@ -443,25 +456,37 @@ def layer_reasons(cache: Cache, most: int) -> list[Reason]:
     return []
 
 
+def static_reasons(cache: Cache, left: int) -> list[Reason]:
+    """Returns why the cache cannot be static for `left` more positions; empty if it can.
+
+    A static cache stores them after those that a layer with a window holds, so at most twice its window.
+    """
+    return layer_reasons(cache) or window_reasons(cache, left, "more positions")
+
+
 @check(STEPS)
-def content_of(cache: Cache, most: int) -> KVContent:
-    """Returns the content of the cache as views. Raises LeaveAlone if it cannot be static for `most` positions."""
-    leave_alone_for(layer_reasons(cache, most))
+def content_of(cache: Cache, left: int) -> KVContent:
+    """Returns the content of the cache as views. Raises LeaveAlone if it cannot be static for `left` more positions."""
+    leave_alone_for(static_reasons(cache, left))
     layers = layers_of(cache)
-    growing = len(parts(cache)[0].layers)
+    growing = parts(cache)[0].layers
     if not growing or not parts(cache)[-1].layers or not all(map(attrgetter("is_initialized"), layers)):
         raise LeaveAlone([LAYER_EMPTY])
+    length = int(cache.get_seq_length())
     adopted = {layer.kv for layer in layers if isinstance(layer, KVLayer)}
     if not adopted:
         pairs = list(map(attrgetter("keys", "values"), layers))
-        prompts = [() if index < growing else (pair,) for index, pair in enumerate(pairs)]
-        content = KVContent(len(pairs[0][0]), 1, prompts, pairs[:growing])
+        if any(keys.shape[2] < length for keys, _ in pairs[: len(growing)]):  # the last forward cannot be repeated
+            raise LeaveAlone([Reason("SLIDING_WINDOW", "a window has dropped positions that are stored for each row")])
+        prompts = [() if index < len(growing) else (pair,) for index, pair in enumerate(pairs)]
+        content = KVContent(len(pairs[0][0]), 1, prompts, pairs[: len(growing)])
         content.require_alike()
         return content
     kv = adopted.pop()
-    if adopted or len(kv.layers) != len(layers):
+    if adopted or len(kv.prompts) != len(layers):
         raise LeaveAlone([Reason("LAYERS_DIFFER", "the layers of the cache differ in kind")])
-    return kv.content()
+    content = kv.content()
+    return replace(content, dropped=[length - kv.length(index) for index in range(len(growing))])
 
 
 def view_of(cache: Cache, static: StaticKVCache) -> Cache:
@@ -528,5 +553,5 @@ def undo_of(cache: Cache) -> Restore:
     """
     if is_static(cache):
         return cache.reset
-    stores = [store for kv in adopted_by(cache) for store in (kv, *kv.layers, *kv.generated)]
+    stores = [store for kv in adopted_by(cache) for store in (kv, *kv.generated)]
     return undo_of_attributes([cache, *parts(cache), *layers_of(cache), *stores])

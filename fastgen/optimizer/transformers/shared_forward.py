@@ -27,7 +27,7 @@ from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.model_info import FEWER_ROWS
 from fastgen.optimizer.decoding.report import Reason
-from fastgen.optimizer.decoding.segmented_kv import KV, in_segments
+from fastgen.optimizer.decoding.segmented_kv import KV, in_segments, repeated
 from fastgen.optimizer.transformers import checks, prefixes
 from fastgen.optimizer.transformers.checkpointing import checkpointing, checkpointing_modules, switched_off
 from fastgen.optimizer.transformers.checkpointing import unsupported_reasons as checkpointing_reasons
@@ -89,7 +89,7 @@ class NodeLayer(DynamicLayer):
         for pair in (*self.ancestors, (self.keys, self.values)):
             count = rows // pair[0].shape[0]
             shares = count == 1 or should_share(pair[0], count)
-            ancestors.append(pair if shares else tuple(states.repeat_interleave(count, dim=0) for states in pair))
+            ancestors.append(pair if shares else repeated(pair, rows))
         return NodeLayer(self, rows, self.usage, is_leaf, ancestors)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hooks import watched
 from parity import assert_equal_caches, assert_equal_outputs, assert_same, compared, same_tokens
 from reports import PROMPT, capturing, is_shared, not_captured_because, replays
 from tiny_models import BEAMS, BOTH, padded, tiny, token_ids
@@ -32,17 +33,46 @@ def test_windows_and_prompts_of_all_lengths_are_shared(name, window, arguments):
     assert_equal_caches(both.stock.past_key_values, both.fast.past_key_values)
 
 
+# Of 14 steps: never crossed, crossed by the call, left behind by the prompt, and as long as the call.
+CAPTURED = {"never": (99, 14), "crossed": (LENGTH + 5, 13), "long prompt": (15, 14), "short": (16, 14)}
+
+
 @BOTH
+@pytest.mark.parametrize("window, steps", CAPTURED.values(), ids=CAPTURED)
 @pytest.mark.parametrize("name", MODELS)
-def test_steps_are_captured_if_the_window_holds_everything(name, arguments):
-    tokens = padded(LENGTH, 5)
-    arguments = {**arguments, "return_dict_in_generate": False}
-    for window, fits in ((LENGTH + 7, False), (99, True)):
-        model = model_of(name, window)
-        with capturing():
-            report = same_tokens(model, tokens, **arguments)
-        assert bool(replays(report)) == fits
-        assert fits or not_captured_because(report, "SLIDING_WINDOW", f"a sliding window of {window} for up to ")
+def test_steps_with_windows_are_captured(name, window, steps, arguments):
+    model, tokens = model_of(name, window), padded(2 * LENGTH, 11)
+    arguments = {**arguments, "max_new_tokens": steps, "eos_token_id": None}
+    for again in (False, True):
+        with capturing(smallest_capacity=64), watched("capture a step") as captured:
+            both = compared(model, tokens, **arguments)
+        assert replays(both.report) and bool(captured) != again
+        assert_equal_outputs(both.stock.logits, both.fast.logits)
+        assert_equal_caches(both.stock.past_key_values, both.fast.past_key_values)
+
+
+@BOTH
+@pytest.mark.parametrize("window", (7, LENGTH + 3))
+def test_inputs_leave_captured_steps_with_windows(window, arguments):
+    model, tokens = model_of("gemma3_text", window), padded(LENGTH, 5)
+    arguments = {**arguments, "return_dict_in_generate": False, "max_new_tokens": window - 1}
+    ends = same_tokens(model, tokens, **arguments, eos_token_id=None) and model.generate(**tokens, **arguments)
+    with capturing():
+        report = same_tokens(model, tokens, **arguments, eos_token_id=int(ends[0, LENGTH + 3]))
+    assert replays(report)
+
+
+def test_calls_longer_than_a_window_are_not_captured():
+    model = model_of("mistral", 6)
+    with capturing():
+        report = same_tokens(model, padded(LENGTH, 5), num_beams=3, do_sample=False, max_new_tokens=8)
+    assert not_captured_because(report, "SLIDING_WINDOW", "a sliding window of 6 for up to 8 more positions")
+
+
+def test_windows_that_have_dropped_positions_of_each_row_are_not_captured():
+    with capturing():
+        report = same_tokens(model_of("mistral", 8), padded(LENGTH, 5), do_sample=False, max_new_tokens=6)
+    assert not_captured_because(report, "SLIDING_WINDOW", "a window has dropped positions that are stored for each row")
 
 
 @BOTH

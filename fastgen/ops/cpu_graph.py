@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -53,17 +54,30 @@ def capture(function: Callable[[], Any]) -> tuple[Callable[[], Any], int, set[Me
     nbytes = sum(memory.nbytes() for memory in {memory._cdata: memory for memory in storages}.values())
     repetitions = [repetition_of(call) for call in needed]
     moving = [argument for _, args, _ in repetitions for argument in args if isinstance(argument, simd.Address)]
-    replay = partial(_replay, repetitions, moving, output, calls)
+    replay = Replay(repetitions, moving, output, calls)
     return replay, nbytes, memories_of(tensor for call in needed for tensor in call.read)
 
 
-def _replay(repetitions: list[Repetition], moving: list[simd.Address], output: Any, calls: list[TracedCall]) -> Any:
+@dataclass
+class Replay:
     """Runs the repetitions and returns the output; calls: holds the tensors that the repetitions address."""
-    for address in moving:
-        address.value = address.tensor.data_ptr()
-    for function, args, kwargs in repetitions:
-        function(*args, **kwargs)
-    return output
+
+    repetitions: list[Repetition]
+    moving: list[simd.Address]
+    output: Any
+    calls: list[TracedCall]
+
+    def __call__(self) -> Any:
+        for address in self.moving:
+            address.value = address.tensor.data_ptr()
+        for function, args, kwargs in self.repetitions:
+            function(*args, **kwargs)
+        return self.output
+
+    @property
+    def may_diverge(self) -> bool:
+        """Whether a replay checks scalars that the function has read."""
+        return any(not call.outputs and not call.writes for call in self.calls)
 
 
 def _without_unused(calls: list[TracedCall], returned: set[Memory]) -> list[TracedCall]:

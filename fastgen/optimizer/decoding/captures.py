@@ -226,6 +226,11 @@ class Captures:
 
     # When captures begin.
 
+    @property
+    def begins_next(self) -> bool:
+        """Whether `begin` will be tried after the next forward."""
+        return self.forwards + 1 >= self._next_attempt
+
     def wants_new(self, left: int) -> bool:
         """Whether a new graph is worthwhile for at most `left` further steps: not early, as many calls end early."""
         if not self._is_late:

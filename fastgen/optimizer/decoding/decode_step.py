@@ -13,7 +13,7 @@ A host implements, in addition to `runs_user_code` and, if their defaults do not
 `is_streamed`:
 
     the forward   prefill, inputs, forward, logits_of
-    the cache     content, view_of, use, leave, crop, compact_cache
+    the cache     content, view_of, use, leave, keep_states, crop, compact_cache
 
 Tests: tests/optimizer/transformers/test_captured_steps.py tests/optimizer/fairseq/test_fairseq_captured_steps.py
 """
@@ -46,7 +46,10 @@ class EagerSteps:
         self.ahead = 0
 
     def outputs_of(self, loop: DecodeStep, tokens: Tensor, size: int, is_trial: bool) -> Any:
-        outputs = loop.forward(loop.model, loop.inputs(tokens, None, size), None)
+        inputs = loop.inputs(tokens, None, size)
+        if loop.captures is not None and loop.captures.begins_next:
+            loop.keep_states()
+        outputs = loop.forward(loop.model, inputs, None)
         self.ahead = size
         if (captures := loop.captures) is not None:
             captures.forwards += 1
@@ -183,7 +186,8 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
     def content(self, left: int) -> tuple[KVContent, Hashable]:
         """Returns the content of the loop's cache, and what else determines a captured step.
 
-        left: how many positions may follow. Raises LeaveAlone if the cache cannot be static.
+        left: how many positions may follow. Its states are those that `keep_states` has kept. Raises LeaveAlone if the
+        cache cannot be static.
         """
 
     @abstractmethod
@@ -197,6 +201,9 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
     @abstractmethod
     def leave(self, static: StaticKVCache) -> None:
         """Makes eager steps continue with the keys and values in this cache, which no graph uses any more."""
+
+    def keep_states(self) -> None:
+        """Keeps states of the loop's own cache, which the next forward overwrites; for hosts with such layers."""
 
     def crop(self, count: int) -> None:
         """Drops the last positions of the loop's own cache. Only hosts with drafts implement it."""

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from enum import Enum
-from functools import partial
 from operator import attrgetter
 from typing import Any
 from weakref import WeakSet, ref
@@ -48,12 +47,11 @@ class CpuCapture:
     def capture(self, run: Run, rewind: Callable[[], None]) -> tuple[Any, Run, int, Reads]:
         """Returns a replay's output, which the next one overwrites, the replay, the bytes that it holds, and its reads.
 
-        rewind: undoes what the function counts.
+        rewind: undoes a run of the function.
         """
         replay, nbytes, read = cpu_graph.capture(run)
         rewind()
         output = replay()  # the function's kernels may round differently
-        rewind()
         return output, replay, nbytes, lambda tensor: memory_of(tensor) in read
 
 
@@ -80,7 +78,6 @@ class CudaCapture:
         """
         with _capture_lock, torch.cuda.device(self.device):
             first = run()
-            rewind()
             if not self._graphs:  # torch frees a pool without graphs
                 self._pool = torch.cuda.graph_pool_handle()
             graph, calling = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
@@ -103,7 +100,6 @@ class CudaCapture:
                     gc.enable()
             calling.wait_stream(self.stream)
             self._graphs.add(graph)
-            rewind()
 
         def replay() -> Any:
             graph.replay()
@@ -140,6 +136,7 @@ class Replay:
     """One capture of a function: copies inputs to static buffers, and runs the captured kernels.
 
     inputs: nested; a replay's must have the same shapes and types. nbytes: what the capture and its buffers hold.
+    may_diverge: whether a replay may break off because the function would take another branch.
     """
 
     def __init__(self, inputs: Any) -> None:
@@ -149,6 +146,7 @@ class Replay:
         self._copied: dict[int, tuple[Any, int | None]] = {}  # for each leaf, the tensor last copied and its version
         self._run: Run = tuple
         self.nbytes = 0
+        self.may_diverge = False
 
     def capture(
         self, function: Callable[[Any], Any], inputs: Any, kernels: CpuCapture | CudaCapture, rewind: Callable[[], None]
@@ -157,6 +155,7 @@ class Replay:
         output, self._run, self.nbytes, reads = kernels.capture(
             lambda: function(tree_unflatten(self._buffers, self._structure)), rewind
         )
+        self.may_diverge = bool(getattr(self._run, "may_diverge", False))
         for index, (leaf, buffer) in enumerate(zip(tree_leaves(inputs), self._buffers)):
             if isinstance(buffer, Tensor) and reads(buffer):
                 self.nbytes += buffer.nbytes
@@ -263,6 +262,8 @@ class CapturedGraph:
         if state is GraphState.DROPPED or captures.graphs.refused:
             return None
         self.is_used = True
+        if state is GraphState.CAPTURED or (self._replay is not None and self._replay.may_diverge):
+            self.cache.states.save()
         try:
             if self._replay is None or (is_earlier and self._replay.fitting_leaves(inputs) is None):
                 return self.capture(inputs, captures.graphs.capture)
@@ -274,6 +275,8 @@ class CapturedGraph:
                 self.drop()
                 return self.capture(inputs, captures.graphs.capture)  # the earlier call took another branch
         except Exception as error:
+            if not self.cache.states.can_rewind:  # a proven replay broke off: the loop starts again
+                raise
             self.drop()
             # If the function raises as well, the caller gets the error.
             outputs = None if isinstance(error, EXPECTED) else self.function(inputs)
@@ -288,8 +291,9 @@ class CapturedGraph:
     def capture(self, inputs: Any, kernels: CpuCapture | CudaCapture) -> Any:
         """Captures the function with inputs like these, replacing an earlier capture; returns its output for them."""
         self.state, self._replay = GraphState.DROPPED, None  # in case of an interruption
+        self.cache.states.save()
         replay = Replay(inputs)
-        output = replay.capture(self.function, inputs, kernels, partial(self.cache.advance, 0))
+        output = replay.capture(self.function, inputs, kernels, self.cache.rewind)
         self.state = GraphState.CAPTURED
         self._replay = replay
         return output
@@ -305,7 +309,7 @@ class CapturedGraph:
     def _prove(self, inputs: Any, captures: Any) -> Any:
         """Returns the outputs of the first replay if the function gives the same logits, otherwise None."""
         expected = captures.loop.logits_of(self.function(inputs))
-        self.cache.advance(0)
+        self.cache.rewind()
         outputs = self.replay(inputs)
         if outputs is not None and differs_sync(captures.loop.logits_of(outputs), expected):
             self.drop()
@@ -316,11 +320,11 @@ class CapturedGraph:
         return outputs
 
     def drop(self) -> None:
-        """Ends all replays, and resets the write position, so that a discarded attempt leaves no trace."""
+        """Ends all replays, and rewinds the cache, so that a discarded attempt leaves no trace."""
         self.state = GraphState.DROPPED
         self._replay = None
         self._of_sizes.clear()
-        self.cache.advance(0)
+        self.cache.rewind()
 
     def end_call(self) -> None:
         """Releases the caller's tensors."""

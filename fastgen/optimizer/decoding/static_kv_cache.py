@@ -33,6 +33,7 @@ from fastgen.ops.beams import Ancestors, follow, move_rows
 from fastgen.ops.shared_attention import Bounds, can_follow_ancestors
 from fastgen.ops.tracing import UnderAutocast
 from fastgen.optimizer.decoding.report import STEPS, LeaveAlone, Reason, check
+from fastgen.optimizer.decoding.row_states import RowStates, StateSpec, rows_of_states, specs_of
 from fastgen.optimizer.decoding.segmented_kv import KV, Segments, cut, in_segments, length_of, materialized
 
 SMALLEST_CAPACITY = 32
@@ -41,8 +42,8 @@ MOST_TOKENS = 12  # of one step
 
 PairSpec = tuple[tuple[Any, ...], ...]  # sizes, dtype and device, for keys and for values
 # Rows, rows per input, the number of growing layers, the generated pair of each; then for runs of layers with equal
-# prompts their number, and the segments of the prompt.
-Spec = tuple[int, int, int, PairSpec, tuple[tuple[int, tuple[PairSpec, ...]], ...]]
+# prompts their number, and the segments of the prompt; then the states.
+Spec = tuple[int, int, int, PairSpec, tuple[tuple[int, tuple[PairSpec, ...]], ...], tuple[StateSpec, ...]]
 
 _kind = attrgetter("shape", "dtype", "device")
 _nbytes = attrgetter("nbytes")
@@ -68,8 +69,8 @@ class KVContent:
 
     prompts: the segments of each layer that no step writes. generated: `[rows, kv_heads, length, head_dim]` for each
     layer that steps write, of equal length; layers that do not grow come last. unmoved: how many of the first generated
-    positions are equal in all rows of an input. dropped: for each layer that steps write, how many positions before its
-    prompt a window has dropped; empty if none.
+    positions are equal in all rows of an input. states: `[rows, …]`, of layers without keys. dropped: for each layer
+    that steps write, how many positions before its prompt a window has dropped; empty if none.
     """
 
     rows: int
@@ -77,6 +78,7 @@ class KVContent:
     prompts: Sequence[tuple[KV, ...]]
     generated: Sequence[KV]
     unmoved: int = 0
+    states: Sequence[Tensor] = ()
     dropped: Sequence[int] = ()
 
     @property
@@ -89,7 +91,7 @@ class KVContent:
 
     @property
     def nbytes(self) -> int:
-        return sum(map(_nbytes, chain(*chain(*self.prompts), *self.generated)))
+        return sum(map(_nbytes, chain(*chain(*self.prompts), *self.generated, self.states)))
 
     @check(STEPS)
     def require_alike(self) -> None:
@@ -98,15 +100,21 @@ class KVContent:
             raise LeaveAlone([Reason("LAYERS_DIFFER", "the layers of the cache differ in shape, dtype or device")])
 
     def without_last(self, count: int = 1) -> KVContent:
-        """Returns the content without the last `count` positions."""
+        """Returns the content without the last `count` positions; states stay as they are."""
         return replace(self, generated=[cut(pair, 0, self.generated_length - count) for pair in self.generated])
 
     def of_rows(self, batch_index: Tensor, rows: Tensor) -> KVContent:
         """Returns the content of the inputs at `batch_index`; its row i is row `rows[i]` (int64 both)."""
         prompts = [tuple(rows_of(pair, self.rows, batch_index, rows) for pair in prompt) for prompt in self.prompts]
         generated = [rows_of(pair, self.rows, batch_index, rows) for pair in self.generated]
-        rows_per_input = len(rows) // len(batch_index)
-        return replace(self, rows=len(rows), rows_per_input=rows_per_input, prompts=prompts, generated=generated)
+        return replace(
+            self,
+            rows=len(rows),
+            rows_per_input=len(rows) // len(batch_index),
+            prompts=prompts,
+            generated=generated,
+            states=rows_of_states(self.states, rows),
+        )
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
@@ -134,16 +142,17 @@ class KVContent:
                 lengths[0] = rounded(lengths[0])
             runs.append((count, tuple(map(_spec_of, prompt, lengths))))
         generated = _spec_of(self.generated[0], capacity_for(self.generated_length + 1, most))
-        return self.rows, self.rows_per_input, growing, generated, tuple(runs)
+        return self.rows, self.rows_per_input, growing, generated, tuple(runs), specs_of(self.states)
 
 
 class StaticKVCache(Segments):
     """`Segments` at fixed addresses with spare capacity, see the drawing above.
 
     prompts: as in `KVContent`, but the first segment begins with padding: in cross-attention if there is any, otherwise
-    in self-attention. paddings: the number of its positions in each layer; padding: the largest. growing: the number of layers that steps write. buffers: their keys and values, `[layers, rows, kv_heads,
-    capacity, head_dim]`. prompt_lengths: of each layer, without padding; dropped: see `KVContent`. capacity: the most
-    generated positions of a row; generated_length: the present number.
+    in self-attention. paddings: the number of its positions in each layer; padding: the largest. growing: the number
+    of layers that steps write. buffers: their keys and values, `[layers, rows, kv_heads, capacity, head_dim]`.
+    prompt_lengths: of each layer, without padding; dropped: see `KVContent`. capacity: the most generated positions of
+    a row; generated_length: the present number.
 
     A step reads three tensors and writes the last; `advance` counts afterwards. write_positions: the indices of the
     next positions, int64 `[MOST_TOKENS]`; write_position: the first of them, `[1]`. A step of several tokens writes
@@ -152,10 +161,11 @@ class StaticKVCache(Segments):
     see `Bounds`, of each growing layer in a step of one token; None on a CPU.
 
     by_table: whether reorders write a table of ancestors instead of moving rows, if the kernel of the steps reads it.
+    states: of layers without keys; `rewind` restores what they held before a discarded run.
     """
 
     def __init__(self, spec: Spec, by_table: bool = False) -> None:
-        rows, rows_per_input, self.growing, generated, runs = spec
+        rows, rows_per_input, self.growing, generated, runs, states = spec
         super().__init__(rows // rows_per_input, rows_per_input)
         for count, prompt in runs:
             self.prompts += [tuple(tuple(map(_empty, pair)) for pair in prompt) for _ in range(count)]
@@ -182,7 +192,9 @@ class StaticKVCache(Segments):
             for layer, first in enumerate(self.first_positions.split(1)):
                 self.bounds[layer] = Bounds(first, self.write_position, table)
         self._is_in_order = True  # False: keys and values of a row are in other rows
-        self.nbytes = KVContent(self.rows, self.rows_per_input, self.prompts, self.by_layer).nbytes
+        self.states = RowStates(states)
+        own = KVContent(self.rows, self.rows_per_input, self.prompts, self.by_layer, states=self.states.tensors)
+        self.nbytes = own.nbytes
 
     def load(self, content: KVContent) -> None:
         """Copies this content, and zeros around it: hidden positions have the weight 0, and 0 times NaN is NaN."""
@@ -202,10 +214,18 @@ class StaticKVCache(Segments):
                 self._starts[layers] = length + self.dropped[first]
         self.padding = max(self.paddings)
         self.unmoved, self.generated_length = content.unmoved, content.generated_length
+        self.states.load(content.states)
         self.advance(0)
+
+    def rewind(self) -> None:
+        """Undoes a run that does not count: resets the write position, and restores states that were saved."""
+        self.advance(0)
+        self.states.rewind()
 
     def advance(self, count: int = 1) -> None:
         """Counts the positions added to each layer; 0 resets the write position after a discarded attempt."""
+        if count:
+            self.states.commit()
         self.generated_length += count
         torch.add(self._ahead, self.generated_length, out=self.write_positions)
         torch.add(self._starts, self.generated_length, out=self.seq_lengths)
@@ -247,7 +267,9 @@ class StaticKVCache(Segments):
         return ((positions >= first) & (positions <= length + self.generated_length))[None, None, None]
 
     def reorder(self, beam_idx: Tensor, layer: int | None = None) -> None:
-        """Overwrites row i with row `beam_idx[i]` of the same input, in all layers or in one."""
+        """Overwrites row i with row `beam_idx[i]` of the same input, in all layers or in one with keys."""
+        if layer is None:
+            self.states.reorder(beam_idx)
         if self.generated_length <= self.unmoved or (layer is not None and layer >= self.growing):
             return
         positions = slice(self.unmoved, self.generated_length)
@@ -279,7 +301,8 @@ class StaticKVCache(Segments):
         """Returns the content, without padding and spare capacity."""
         self._apply_ancestors()
         generated = [cut(pair, 0, self.generated_length) for pair in self.by_layer]
-        return KVContent(self.rows, self.rows_per_input, self._loaded, generated, self.unmoved, self.dropped)
+        content = KVContent(self.rows, self.rows_per_input, self._loaded, generated, self.unmoved)
+        return replace(content, states=self.states.tensors, dropped=self.dropped)
 
     def length(self, layer: int) -> int:
         """Returns the number of positions in the layer."""

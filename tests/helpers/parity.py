@@ -9,10 +9,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache, StaticLayer
 
 import fastgen
 from fastgen.optimizer.decoding.report import Report
+
+# Older versions have no layers with keys and states.
+HYBRID = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", DynamicLayer)
 
 
 class Both(NamedTuple):
@@ -100,7 +104,7 @@ def assert_equal_outputs(stock: Any, fast: Any, tolerance: float = 1e-4, name: s
 
 
 def assert_equal_caches(stock: Cache, fast: Cache, tolerance: float = 1e-4) -> None:
-    """Asserts equal classes all the way down, and equal keys and values that are plain tensors."""
+    """Asserts equal classes all the way down, equal states, and equal keys and values that are plain tensors."""
     assert type(stock) is type(fast)
     if isinstance(stock, EncoderDecoderCache):
         assert stock.is_updated == fast.is_updated
@@ -111,10 +115,13 @@ def assert_equal_caches(stock: Cache, fast: Cache, tolerance: float = 1e-4) -> N
     for index, (expected, layer) in enumerate(zip(stock.layers, fast.layers)):
         if isinstance(expected, StaticLayer):
             assert_equal_outputs(list(vars(expected).items()), list(vars(layer).items()), tolerance, f"layer {index}")
-        if type(expected) in (DynamicLayer, DynamicSlidingWindowLayer):
+        if type(expected) in (DynamicLayer, DynamicSlidingWindowLayer, HYBRID):
             assert expected.get_seq_length() == layer.get_seq_length()
             assert vars(expected).keys() == vars(layer).keys()
             for name in ("keys", "values"):
                 states = getattr(layer, name)
                 assert_equal_outputs(getattr(expected, name), states, tolerance, f"{name}[{index}]")
                 assert states is None or (type(states) is torch.Tensor and not states.requires_grad)
+        for name in ("conv_states", "recurrent_states", "has_previous_state"):  # of linear attention
+            if isinstance(states := getattr(expected, name, None), dict):
+                assert_equal_outputs(dict(states), dict(getattr(layer, name)), tolerance, f"{name}[{index}]")

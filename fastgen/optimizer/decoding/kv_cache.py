@@ -323,10 +323,15 @@ class KVCache(Segments):
         self.rows, self.rows_per_input = len(rows), len(rows) // len(batch_index)
 
     @check(STEPS)
-    def content(self) -> KVContent:
-        """Returns the content as views, to be loaded into a static cache. Raises LeaveAlone if that is impossible."""
+    def content(self, layers: Sequence[int] | None = None) -> KVContent:
+        """Returns the content as views, to be loaded into a static cache. Raises LeaveAlone if that is impossible.
+
+        layers: their numbers, in the order of the content, in which those that do not grow come last.
+        """
+        layers = layers or range(len(self.prompts))
         generated: list[KV] = []
-        for layer, stored in enumerate(self.stored_in):
+        for layer in layers:
+            stored = self.stored_in[layer]
             if self.was_materialized(layer):
                 raise LeaveAlone([Reason("MATERIALIZED", "the model materializes its keys")])
             is_empty = not self.prompts[layer]
@@ -338,7 +343,7 @@ class KVCache(Segments):
             if stored is not None:
                 generated.append(buffers.read(index))
         unmoved = min(map(attrgetter("unmoved"), self.generated), default=0)
-        content = KVContent(self.rows, self.rows_per_input, tuple(self.prompts), generated, unmoved)
+        content = KVContent(self.rows, self.rows_per_input, [self.prompts[layer] for layer in layers], generated, unmoved)
         content.require_alike()
         return content
 

@@ -29,7 +29,6 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fastgen.models.cache_names import CACHE
 from fastgen.ops.tracing import is_watched, replaced_functions
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import call as decoding_call
@@ -405,7 +404,7 @@ class CallChecks:
         arguments = self.arguments.model_kwargs
         name = type(self.model).__name__
         most = self.arguments.generation_config.max_length or 0
-        cache = arguments.get(CACHE)
+        cache = kv_layers.cache_of(arguments)
         waits = not getattr(model, "_can_compile_fullgraph", False)
         waits = waits and model.config.model_type not in compat.SYNC_FREE
         return that_hold(

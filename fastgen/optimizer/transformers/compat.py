@@ -65,8 +65,9 @@ COUNTED_COLUMNS = {
     "gpt_neo": "its local attention counts columns",
 }
 
-# With the positions of seamless.py, steps do not wait for the device, although the library does not mark them so.
-SYNC_FREE = ("seamless_m4t", "seamless_m4t_v2")
+# Steps do not wait for the device, although the library does not mark them so: with the positions of seamless.py; and
+# of models whose layers have states, for which the library has no static cache.
+SYNC_FREE = ("seamless_m4t", "seamless_m4t_v2", "mamba", "falcon_mamba", "falcon_h1", "zamba", "zamba2")
 
 # Arguments that a model takes, but does not read while it decodes. Whisper's generate still passes the mask of all
 # recordings when some of them have ended, or are decoded again at another temperature.

@@ -32,7 +32,7 @@ from fastgen.optimizer.decoding.decode_step import DecodeStep, StaticSteps
 from fastgen.optimizer.decoding.graphs import CapturedGraph
 from fastgen.optimizer.decoding.report import COMPACTION, STEPS, LeaveAlone, Reason, check, leave_alone_for
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
-from fastgen.optimizer.transformers import compat, kv_layers, row_groups
+from fastgen.optimizer.transformers import compat, kv_layers, row_groups, state_layers
 from fastgen.optimizer.transformers.checks import CallChecks, HostModel
 from fastgen.optimizer.transformers.drafts import MASKS, DraftedSteps, cache_of, inputs_ahead
 
@@ -76,6 +76,7 @@ class TransformersDecodeStep(DecodeStep):
         self.generation_config, self.processors, self.arguments = config, processors, arguments
         self.drafts = None if sources is None else DraftedSteps(self, sources)
         self._dynamic: Any = None  # the cache before a capture, for eager steps afterwards
+        self._earlier_states: list[Tensor] = []  # before the last forward
         self._padded: dict[str, tuple[Any, int, Any]] = {}  # by name: an argument, the padding, the padded argument
         self._masks = StepMasks(self.model)
         self.rollback.callback(undo_of_random_numbers(only_torch=True))
@@ -214,14 +215,14 @@ class TransformersDecodeStep(DecodeStep):
         length = 1 if self.arguments["use_cache"] else None
         if graph is None:
             return self.model.prepare_inputs_for_generation(tokens, next_sequence_length=length, **self.arguments)
-        arguments = {**self.arguments, CACHE: graph.view}
+        arguments = {**self.arguments, **graph.view}
         is_cross = self.model.config.is_encoder_decoder
         name = MASKS[is_cross]
         masks = self._masks.next(graph.cache)
         if masks is not None:  # the library builds none then
-            arguments[name] = tree_leaves(masks)[0]
+            arguments[name] = tensors_of(masks)[0]
         inputs = self.model.prepare_inputs_for_generation(tokens, next_sequence_length=length, **arguments)
-        if inputs.pop(CACHE, None) is None:  # as Phi-3 does, where its rotary positions change
+        if inputs.pop(self._cache_name, None) is None:  # as Phi-3 does, where its rotary positions change
             raise NotRepeatable("the model drops its cache")
         if graph.cache.padding and (masks is None or is_cross):
             inputs = self._pad(inputs, graph.cache)
@@ -233,8 +234,7 @@ class TransformersDecodeStep(DecodeStep):
 
     @staticmethod
     def forward(model: HostModel, inputs: dict[str, Any], view: Any) -> Any:
-        cache = {} if view is None else {CACHE: view}
-        return model(**inputs, **cache, return_dict=True)
+        return model(**inputs, **(view or {}), return_dict=True)
 
     @staticmethod
     def logits_of(outputs: Any) -> Tensor:
@@ -242,30 +242,35 @@ class TransformersDecodeStep(DecodeStep):
 
     @check(STEPS)
     def content(self, left: int) -> tuple[KVContent, Hashable]:
-        if (cache := self.arguments.get(CACHE)) is None:
+        if (cache := self.arguments.get(self._cache_name)) is None:
             raise LeaveAlone([Reason("NO_CACHE", "there is no cache")])
         self._dynamic = cache
         self._cache = ref(cache)  # later arguments hold a graph's view, which a step returns as its cache
-        content = kv_layers.content_of(cache, left)
-        self._masks.is_possible = self._masks.is_possible and not kv_layers.window_reasons(
-            cache, cache.get_seq_length() + left
-        )
+        states, self._earlier_states = self._earlier_states, []
+        content = kv_layers.content_of(cache, left, states)
+        most = (kv_layers.length_of(cache) or 0) + left
+        self._masks.is_possible = self._masks.is_possible and not kv_layers.window_reasons(cache, most)
         leave_alone_for(self.checks.row_states({self.rows, self.call.inputs}))
         return content, frozenset(name for name, value in self.arguments.items() if value is not None)
 
-    def view_of(self, static: StaticKVCache) -> Cache:
-        return kv_layers.view_of(self._dynamic, static)
+    def view_of(self, static: StaticKVCache) -> dict[str, Cache]:
+        return {self._cache_name: kv_layers.view_of(self._dynamic, static)}
 
     def use(self, static: StaticKVCache) -> None:
         self._masks.forget()
         if (cache := self._cache()) is not None:
-            if not isinstance(kv_layers.layers_of(cache)[0], kv_layers.KVLayer):
+            if not kv_layers.is_adopted(cache):
                 self.call.on_exit.callback(kv_layers.give_back, self._cache)
             kv_layers.use(cache, static)
 
     def leave(self, static: StaticKVCache) -> None:
         kv_layers.give_back(self._cache)
-        self.arguments[CACHE] = self._dynamic
+        self.arguments[self._cache_name] = self._dynamic
+
+    def keep_states(self) -> None:
+        if (cache := self.arguments.get(self._cache_name)) is not None:
+            states = state_layers.states_of(kv_layers.layers_of(cache))
+            self._earlier_states = [state.clone() for state in states]
 
     @property
     def own_cache(self) -> Any:
@@ -305,7 +310,7 @@ class TransformersDecodeStep(DecodeStep):
         kind, which their length tells apart. Arguments that do not change are padded once.
         """
         is_cross = self.model.config.is_encoder_decoder
-        masks = tree_leaves(inputs.get(MASK))
+        masks = tensors_of(inputs.get(MASK))
         encoded = inputs.get(ENCODED)
         if not masks or any(not isinstance(mask, Tensor) or mask.dim() != (2 if is_cross else 4) for mask in masks):
             raise CannotPad
@@ -401,10 +406,10 @@ class StepMasks:
 
     def keep_sync(self, cache: StaticKVCache, masks: Any) -> None:
         """Keeps masks that were built for the next step over this cache; compares the second ones with the first."""
-        leaves = tree_leaves(masks) if self.is_possible else []
+        leaves = tensors_of(masks) if self.is_possible else []
         if leaves and all(isinstance(mask, Tensor) and mask.dim() == 4 for mask in leaves):
             if self._masks is not None and self._length <= cache.generated_length:  # a later step than theirs
-                expected = tree_leaves(self._revealed(cache))
+                expected = tensors_of(self._revealed(cache))
                 self._is_proven = len(expected) == len(leaves) and all(map(torch.equal, expected, leaves))
                 self.is_possible = self._is_proven
             self._masks = masks
@@ -412,7 +417,7 @@ class StepMasks:
 
     def _revealed(self, cache: StaticKVCache) -> Any:
         start = cache.paddings[0] + cache.prompt_lengths[0]
-        for mask in tree_leaves(self._masks):
+        for mask in tensors_of(self._masks):
             new = mask[..., start + self._length : start + cache.generated_length + 1]
             new.fill_(True if mask.dtype == torch.bool else 0)
         self._length = cache.generated_length + 1
@@ -439,6 +444,11 @@ class LateStopCheck:
             self.copied.reverse()
         self.slots.reverse()
         return bool(self.slots[0])
+
+
+def tensors_of(masks: Any) -> list[Any]:
+    """Returns the masks of all kinds of layers; those of layers with states have none in steps of one token."""
+    return [mask for mask in tree_leaves(masks) if mask is not None]
 
 
 def needs_sync(device: torch.device) -> bool:

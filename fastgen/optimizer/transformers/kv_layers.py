@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import attrgetter
@@ -40,6 +40,8 @@ from fastgen.optimizer.decoding.kv_cache import KVCache, should_share
 from fastgen.optimizer.decoding.report import LAYER_EMPTY, NOT_EMPTY, STEPS, LeaveAlone, Reason, check, leave_alone_for
 from fastgen.optimizer.decoding.segmented_kv import KV, cut
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
+from fastgen.optimizer.transformers import state_layers
+from fastgen.optimizer.transformers.state_layers import HybridLayer, StateLayer
 
 PROMPT_ONCE = "the prompt's keys and values: once per input"
 FEW_KEYS = Reason("FEW_KEYS", "layers stored for each row: too few keys to gain")
@@ -151,7 +153,27 @@ class KVSlidingLayer(KVLayer, DynamicSlidingWindowLayer):
         return getattr(self.to_dynamic_layer(), name)  # without the first position that the last update returned
 
 
+class KVHybridLayer(KVLayer, HybridLayer):
+    """A layer with keys, which are in a `KVCache`, and states, which are the layer's own or a `StaticKVCache`'s."""
+
+    is_compileable: Any = False  # in place of a property of newer versions
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        if isinstance(self, KVLayer):  # the library's has moved its states
+            state_layers.move(self, beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.to_dynamic_layer().crop(tokens_to_remove)
+
+    def to_dynamic_layer(self) -> DynamicLayer:
+        if self.is_compileable:
+            state_layers.own_states(self)
+        return super().to_dynamic_layer()
+
+
 ADOPTED = {DynamicLayer: KVLayer, DynamicSlidingWindowLayer: KVSlidingLayer}
+WITH_STATES = {HybridLayer: KVHybridLayer} | ADOPTED  # older versions have no such layers
 
 
 def turn_into(kind: type[KVLayer], layer: Any, kv: Any, index: int, user_code: bool = False) -> None:
@@ -211,7 +233,7 @@ def unsupported_types(cache: object) -> list[Reason]:
         if getattr(part, "offloading", False):
             return [Reason("CACHE_OFFLOADED", "the cache is offloaded to the CPU")]
         kinds = set(map(type, part.layers))
-        modules = {DynamicLayer.__module__, __name__}
+        modules = {DynamicLayer.__module__, KVLayer.__module__, StateLayer.__module__}
         if not modules.issuperset(map(attrgetter("__module__"), kinds)):
             foreign = sorted(kind.__name__ for kind in kinds if kind.__module__ not in modules)
             text = f"the cache has layers of the model's own classes ({', '.join(foreign)})"
@@ -252,7 +274,7 @@ class AdoptPlan:
             rows = torch.arange(kv.inputs).repeat_interleave(rows_per_input)
             for part, index in self.places:
                 layer = part.layers[index]
-                if _is_plain(layer):
+                if type(layer) in ADOPTED:
                     layer.batch_repeat_interleave(rows_per_input)
                 else:
                     _select_rows(layer, rows)
@@ -268,10 +290,12 @@ class AdoptPlan:
         if limit is not None and not shares:
             limit += layers[0].keys.shape[2]
         numbers = kv.add_layers([(pair,) for pair in pairs], limit)
+        rows = torch.arange(kv.inputs).repeat_interleave(kv.rows_per_input)
         for layer, number in zip(layers, numbers):
             if not shares:
                 kv.repeat_prompt(number)
-            turn_into(ADOPTED[type(layer)], layer, kv, number, user_code)
+            turn_into(WITH_STATES[type(layer)], layer, kv, number, user_code)
+            state_layers.move(layer, rows)
 
 
 def adopt(
@@ -317,7 +341,7 @@ def plan_adoption(cache: Cache, rows_per_input: int, limit: int, call: GenerateC
                 keys = layer.kv.segments(layer.index)[-1][0]
                 if kind not in plans:
                     plans[kind] = AdoptPlan(storage_for(keys, is_cross=False), True, branched=layer.kv)
-            elif not _is_plain(layer):
+            elif not _is_plain(layer, WITH_STATES):
                 reason = Reason("LAYER_TYPE", f"layers of {kind.__name__} stored for each row")
                 plans.setdefault(kind, AdoptPlan(Storage.LIBRARYS, False, reason=reason))
             elif layer.is_initialized and layer.keys.numel():
@@ -353,9 +377,9 @@ def _elements(keys: Tensor, rows_per_input: int, limit: int) -> int:
     return inputs * rows_per_input * kv_heads * (length + limit // 2) * width
 
 
-def _is_plain(layer: Any) -> bool:
-    """Whether a `KVLayer` can do all that this layer does."""
-    return type(layer) in ADOPTED and not getattr(layer, "record_past", False)  # used to roll back a window
+def _is_plain(layer: Any, adopted: dict[Any, type[KVLayer]] = ADOPTED) -> bool:
+    """Whether a `KVLayer` can do all that this layer does. adopted: the classes of layers that may have one."""
+    return type(layer) in adopted and not getattr(layer, "record_past", False)  # used to roll back a window
 
 
 def _report(plans: list[AdoptPlan], call: GenerateCall, is_prefix: bool) -> None:
@@ -377,7 +401,7 @@ def give_back(cache_ref: ref[Cache]) -> None:
     """Makes the layers of a cache the library's again, if the caller or user code still holds it."""
     cache = cache_ref()
     for layer in () if cache is None else layers_of(cache):
-        if isinstance(layer, KVLayer):
+        if isinstance(layer, (KVLayer, StateLayer)):
             layer.to_dynamic_layer()
 
 
@@ -415,6 +439,8 @@ def _move_librarys_rows(cache: Cache, rows: Tensor) -> None:
             layer.to_dynamic_layer()
         if not isinstance(layer, KVLayer):
             layer.reorder_cache(rows)
+        elif isinstance(layer, KVHybridLayer):
+            state_layers.move(layer, rows)
 
 
 def adopted_by(cache: Cache) -> list[Any]:
@@ -447,9 +473,13 @@ def window_reasons(cache: Cache, most: int, positions: str = "positions") -> lis
 
 
 @check(report.PREFIX, report.STEPS, report.DRAFTS)
-def layer_reasons(cache: Cache) -> list[Reason]:
-    """Returns why layers of these classes cannot be static; empty if they can."""
-    if foreign := {*map(type, layers_of(cache))} - {*ADOPTED, *ADOPTED.values()}:
+def layer_reasons(cache: Cache, with_states: bool = False) -> list[Reason]:
+    """Returns why layers of these classes cannot be static; empty if they can.
+
+    with_states: whether layers may have states, to which a forward of one token can be added, but none taken back.
+    """
+    layers, classes = (layers_with_keys(cache), WITH_STATES) if with_states else (layers_of(cache), ADOPTED)
+    if foreign := {*map(type, layers)} - {*classes, *classes.values()}:
         names = sorted(kind.__name__ for kind in foreign)
         supported = ", ".join(kind.__name__ for kind in ADOPTED)
         return [Reason("CACHE_LAYERS", f"a cache with layers of {', '.join(names)} (supported: {supported})")]
@@ -461,32 +491,45 @@ def static_reasons(cache: Cache, left: int) -> list[Reason]:
 
     A static cache stores them after those that a layer with a window holds, so at most twice its window.
     """
-    return layer_reasons(cache) or window_reasons(cache, left, "more positions")
+    return layer_reasons(cache, with_states=True) or window_reasons(cache, left, "more positions")
 
 
 @check(STEPS)
-def content_of(cache: Cache, left: int) -> KVContent:
-    """Returns the content of the cache as views. Raises LeaveAlone if it cannot be static for `left` more positions."""
+def content_of(cache: Cache, left: int, states: Sequence[Tensor] = ()) -> KVContent:
+    """Returns the content of the cache as views. Raises LeaveAlone if it cannot be static for `left` more positions.
+
+    states: those of its layers, see `state_layers.states_of`.
+    """
     leave_alone_for(static_reasons(cache, left))
-    layers = layers_of(cache)
-    growing = parts(cache)[0].layers
+    if not state_layers.are_filled(layers_of(cache)):
+        raise LeaveAlone([LAYER_EMPTY])
+    if states and not layers_with_keys(cache):
+        return state_layers.content_of(states)
+    return replace(_keys_of(cache), states=states)
+
+
+@check(STEPS)
+def _keys_of(cache: Cache) -> KVContent:
+    """Returns the keys and values of the cache as views."""
+    layers = layers_with_keys(cache)
+    growing = sum(not state_layers.is_without_keys(layer) for layer in parts(cache)[0].layers)
     if not growing or not parts(cache)[-1].layers or not all(map(attrgetter("is_initialized"), layers)):
         raise LeaveAlone([LAYER_EMPTY])
     length = int(cache.get_seq_length())
     adopted = {layer.kv for layer in layers if isinstance(layer, KVLayer)}
     if not adopted:
         pairs = list(map(attrgetter("keys", "values"), layers))
-        if any(keys.shape[2] < length for keys, _ in pairs[: len(growing)]):  # the last forward cannot be repeated
+        if any(keys.shape[2] < length for keys, _ in pairs[:growing]):  # the last forward cannot be repeated
             raise LeaveAlone([Reason("SLIDING_WINDOW", "a window has dropped positions that are stored for each row")])
-        prompts = [() if index < len(growing) else (pair,) for index, pair in enumerate(pairs)]
-        content = KVContent(len(pairs[0][0]), 1, prompts, pairs[: len(growing)])
+        prompts = [() if index < growing else (pair,) for index, pair in enumerate(pairs)]
+        content = KVContent(len(pairs[0][0]), 1, prompts, pairs[:growing])
         content.require_alike()
         return content
     kv = adopted.pop()
     if adopted or len(kv.prompts) != len(layers):
         raise LeaveAlone([Reason("LAYERS_DIFFER", "the layers of the cache differ in kind")])
-    content = kv.content()
-    return replace(content, dropped=[length - kv.length(index) for index in range(len(growing))])
+    content: KVContent = kv.content([layer.index for layer in layers])
+    return replace(content, dropped=[length - layer.kv.length(layer.index) for layer in layers[:growing]])
 
 
 def view_of(cache: Cache, static: StaticKVCache) -> Cache:
@@ -496,16 +539,29 @@ def view_of(cache: Cache, static: StaticKVCache) -> Cache:
         view.is_updated = dict(cache.is_updated)
         view.self_attention_cache = copy.copy(cache.self_attention_cache)
         view.cross_attention_cache = copy.copy(cache.cross_attention_cache)
-    layers = iter([KVLayer(layer, static, index) for index, layer in enumerate(layers_of(view))])
+    indices = itertools.count()
     for part in parts(view):
-        part.layers = [*itertools.islice(layers, len(part.layers))]
+        part.layers = [
+            state_layers.view_of(layer)
+            if state_layers.is_without_keys(layer)
+            else _static_class(layer)(layer, static, next(indices))
+            for layer in part.layers
+        ]
+    state_layers.separate(layers_of(view))
+    state_layers.put(layers_of(view), static.states.tensors)
     return view
 
 
 def use(cache: Cache, static: StaticKVCache) -> None:
     """Makes all layers of this cache those of a `StaticKVCache`, which releases their own memory."""
-    for index, layer in enumerate(layers_of(cache)):
-        turn_into(KVLayer, layer, static, index)
+    for index, layer in enumerate(layers_with_keys(cache)):
+        turn_into(_static_class(layer), layer, static, index)
+    state_layers.use(layers_of(cache), static.states.tensors)
+
+
+def _static_class(layer: Any) -> type[KVLayer]:
+    """Returns the class of a layer with keys like this one in a `StaticKVCache`, where no window drops positions."""
+    return KVHybridLayer if type(layer) in (HybridLayer, KVHybridLayer) else KVLayer
 
 
 def parts(cache: object) -> list[Cache]:
@@ -521,6 +577,16 @@ def layers_of(cache: object) -> list[Any]:
     for part in parts(cache):
         layers += part.layers
     return layers
+
+
+def layers_with_keys(cache: object) -> list[Any]:
+    """Returns the layers of all `parts` that store keys."""
+    return [layer for layer in layers_of(cache) if not state_layers.is_without_keys(layer)]
+
+
+def is_adopted(cache: object) -> bool:
+    """Whether layers of this cache belong to a `KVCache` or a `StaticKVCache`."""
+    return any(isinstance(layer, (KVLayer, StateLayer)) for layer in layers_of(cache))
 
 
 def is_static(cache: object) -> bool:
@@ -549,9 +615,16 @@ def undo_of(cache: Cache) -> Restore:
     """Returns a function that restores this cache to its present state; a `StaticCache` must be empty.
 
     Positions that were added are dropped, even if a forward ended in some layer. Stored positions are never written in
-    place, except by `reorder`, which is not undone.
+    place, except by `reorder`, which is not undone; states are, and copied before.
     """
     if is_static(cache):
         return cache.reset
     stores = [store for kv in adopted_by(cache) for store in (kv, *kv.generated)]
-    return undo_of_attributes([cache, *parts(cache), *layers_of(cache), *stores])
+    undo = undo_of_attributes([cache, *parts(cache), *layers_of(cache), *stores])
+    undo_writes = state_layers.undo_of_writes(layers_of(cache))
+
+    def restore() -> None:
+        undo()
+        undo_writes()
+
+    return restore

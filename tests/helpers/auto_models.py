@@ -108,6 +108,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "CohereCompassForConditionalGeneration": {f"text_config.{name}": value for name, value in _COMPASS.items()},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
     "Dots1ForCausalLM": _EXPERTS | {"n_shared_experts": 1},
+    "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
     "LongcatFlashForCausalLM": {"expert_ffn_hidden_size": 32, "zero_expert_num": 2, "moe_topk": 2, "head_dim": 4},

@@ -228,8 +228,10 @@ class Captures:
 
     @property
     def begins_next(self) -> bool:
-        """Whether `begin` will be tried after the next forward."""
-        return self.forwards + 1 >= self._next_attempt
+        """Whether `begin` will look for a graph, or create one, after the next forward."""
+        forwards = self.forwards + 1
+        is_late = forwards >= self.call.costs.captures(self.graphs.device).before
+        return forwards >= self._next_attempt and (is_late or self.policy.may_reuse(self.graphs))
 
     def wants_new(self, left: int) -> bool:
         """Whether a new graph is worthwhile for at most `left` further steps: not early, as many calls end early."""

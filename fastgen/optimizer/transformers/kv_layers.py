@@ -501,7 +501,7 @@ def content_of(cache: Cache, left: int, states: Sequence[Tensor] = ()) -> KVCont
     states: those of its layers, see `state_layers.states_of`.
     """
     leave_alone_for(static_reasons(cache, left))
-    if not state_layers.are_filled(layers_of(cache)):
+    if not state_layers.are_filled(layers_of(cache), len(states)):
         raise LeaveAlone([LAYER_EMPTY])
     if states and not layers_with_keys(cache):
         return state_layers.content_of(states)

@@ -77,10 +77,12 @@ def states_of(layers: Iterable[Any]) -> list[Tensor]:
     return [states[number] for states, number in slots_of(layers)]
 
 
-def are_filled(layers: Iterable[Any]) -> bool:
-    """Whether a forward has filled all states of these layers, and steps overwrite them in place."""
-    filled = [layer for layer in layers if isinstance(getattr(layer, "conv_states", None), dict)]
-    return all(all(layer.has_previous_state.values()) and not layer.record_past for layer in filled)
+def are_filled(layers: Sequence[Any], count: int) -> bool:
+    """Whether a forward has filled all states of these layers, so many, and steps overwrite them in place."""
+    with_states = [layer for layer in layers if isinstance(getattr(layer, "conv_states", None), dict)]
+    if any(getattr(layer, "record_past", False) for layer in with_states):
+        return False
+    return all(all(layer.has_previous_state.values()) for layer in with_states) and len(slots_of(layers)) == count
 
 
 def put(layers: Iterable[Any], tensors: Iterable[Tensor]) -> None:

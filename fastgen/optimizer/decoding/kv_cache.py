@@ -343,7 +343,9 @@ class KVCache(Segments):
             if stored is not None:
                 generated.append(buffers.read(index))
         unmoved = min(map(attrgetter("unmoved"), self.generated), default=0)
-        content = KVContent(self.rows, self.rows_per_input, [self.prompts[layer] for layer in layers], generated, unmoved)
+        content = KVContent(
+            self.rows, self.rows_per_input, [self.prompts[layer] for layer in layers], generated, unmoved
+        )
         content.require_alike()
         return content
 

@@ -1,5 +1,5 @@
-// What one call of attention is given, and its parts that few and many queries have in common: masks, and weights of
-// scores. Built once for each instruction set, see vectors.h.
+// The arguments of one attention call, and the parts that the kernels for few and for many queries share: masks, and
+// softmax weights. Built once for each instruction set, see vectors.h.
 
 #pragma once
 
@@ -10,9 +10,9 @@ namespace {
 
 constexpr float HIDDEN = -INFINITY; // a score
 
-constexpr int EXACT = 7; // terms of a series beyond the first, that give e^x to 1e-7 of the result
+constexpr int EXACT = 7; // terms of the series beyond the first: relative error of e^x 1e-7
 
-// e^x for x <= 0: a power of two times the Taylor series of what remains, which lies within ln 2 / 2 of 0.
+// e^x for x <= 0: a power of two times the Taylor series of the remainder, whose absolute value is at most ln 2 / 2.
 template <int TERMS = EXACT>
 inline Vector exp_of(Vector x) {
     constexpr float ROUND = 12582912.0f; // 1.5 * 2^23: adding it leaves no bits for a fraction
@@ -25,7 +25,7 @@ inline Vector exp_of(Vector x) {
     return x < -87.0f ? Vector{} : power * (Vector)two;
 }
 
-// The first, where one of the two is no number.
+// The maximum; the first argument if one of the two is NaN.
 template <typename V>
 inline V larger(V one, V other) {
     return other > one ? other : one;
@@ -38,8 +38,8 @@ inline float largest(const Vector &lanes) {
     return std::max(std::max(most[0], most[1]), std::max(most[2], most[3]));
 }
 
-// Keys or values: where they are, and by how many numbers a copy, a head, a position are apart; the width lies
-// together.
+// Keys or values: the address, and the strides in elements of a copy, a head, a position; the last dimension is
+// contiguous.
 template <typename T>
 struct States {
     const T *data;
@@ -54,7 +54,7 @@ struct Segment {
     int64_t copies, length;
 };
 
-enum Mask { NONE, FLOATS, OF_QUERY, BOOLS, CAUSAL }; // OF_QUERY: of the query's type, where that is not fp32
+enum Mask { NONE, FLOATS, OF_QUERY, BOOLS, CAUSAL }; // OF_QUERY: the query's type, if it is not fp32
 
 template <typename T>
 struct Attention {
@@ -63,11 +63,12 @@ struct Attention {
     const void *mask;
     std::vector<Segment<T>> segments;
     int64_t rows, heads, length, kv_heads, width, value_width;
-    int64_t query_strides[3], output_strides[3], mask_strides[4]; // of row, head, position (and key)
+    int64_t query_strides[3], output_strides[3], mask_strides[4]; // row, head, position (and key)
     int64_t mask_type;
     float scale;
 
-    // pointers: query, output, mask or null, then keys and values of each segment. sizes: as they are read here.
+    // pointers: query, output, mask or null, then keys and values of each segment. sizes: in the order in which they
+    // are read.
     Attention(void *const *pointers, const int64_t *sizes, float scale) : scale(scale) {
         query = (const T *)pointers[0];
         output = (T *)pointers[1];
@@ -86,7 +87,7 @@ struct Attention {
                                 sizes[1]});
     }
 
-    int64_t groups() const { return heads / kv_heads; } // query heads for each head of keys
+    int64_t groups() const { return heads / kv_heads; } // query heads per KV head
 
     int64_t keys() const {
         int64_t sum = 0;
@@ -94,16 +95,16 @@ struct Attention {
         return sum;
     }
 
-    // Where a query is whose row and head of keys are known: `q` counts its position in the heads of the group.
+    // Offset of query `q` (position within the head group) for a given row and KV head.
     int64_t place(int64_t row, int64_t kv_head, int64_t q, const int64_t *strides) const {
         return row * strides[0] + (kv_head * groups() + q / length) * strides[1] + q % length * strides[2];
     }
 };
 
-// Adds the mask of a query, which begins at `start`, to its scores of the keys from `first` on.
+// Adds the mask of a query, which starts at `start`, to its scores for the keys from `first` on.
 template <typename T>
 void add_mask(const Attention<T> &of, int64_t start, int64_t first, float *scores, int64_t length) {
-    const auto add = [&](auto step) { // as a constant, where it can be one
+    const auto add = [&](auto step) { // a compile-time constant if possible
         start += first * step;
         if (of.mask_type == FLOATS)
             for (int64_t n = 0; n < length; n++) scores[n] += ((const float *)of.mask + start)[n * step];

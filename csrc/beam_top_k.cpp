@@ -1,14 +1,14 @@
-// The best continuations of the beams of each input, with torch's order of equal scores: std::partial_sort, which torch
-// uses for few of many numbers, has a heap of the best so far, and looks at the others in turn. Here the scores are
-// added up on the way, and most of them are no better than the worst of the heap, a register at once. Built once for
-// each instruction set, see vectors.h.
+// The best continuations of the beams of each input, with torch's order of equal scores. torch uses std::partial_sort
+// for a small k: a heap of the best scores so far is compared with each remaining score in turn. Here the scores are
+// added on the fly, and compared with the worst score of the heap one register at a time; most are not better. Built
+// once for each instruction set, see vectors.h.
 
 #include "vectors.h"
 #include <cmath>
 
 namespace {
 
-constexpr int REGISTERS = 4; // whose numbers are compared at once
+constexpr int REGISTERS = 4; // compared at once
 
 struct Candidate {
     float score;
@@ -28,7 +28,8 @@ inline bool all_set(const Integers &lanes) {
     return words[0] == -1;
 }
 
-// The k best of one input: log_probs `[beams, vocabulary]` plus the score of each beam. heap has room for k + 1.
+// The k best scores of one input: log_probs `[beams, vocabulary]` plus the score of each beam. The heap has capacity
+// k + 1.
 void choose(const float *log_probs, const float *beam_scores, int64_t beams, int64_t vocabulary, int64_t k,
             Candidate *heap) {
     int64_t count = 0;
@@ -37,7 +38,7 @@ void choose(const float *log_probs, const float *beam_scores, int64_t beams, int
         if (count < k) {
             if (++count == k) std::make_heap(heap, heap + k, IsBetter());
         } else if (IsBetter()(heap[k], heap[0])) {
-            std::pop_heap(heap, heap + k + 1, IsBetter()); // the worst of the heap leaves
+            std::pop_heap(heap, heap + k + 1, IsBetter()); // removes the worst score
         }
     };
     constexpr int64_t BLOCK = REGISTERS * WIDTH;

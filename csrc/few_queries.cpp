@@ -1,32 +1,32 @@
-// Attention of a few queries to many keys, which is what a decode step does, in fp32, bf16 and fp16. Sums are in fp32.
+// Attention of a few queries to many keys, as in a decode step, in fp32, bf16 and fp16, with sums in fp32.
 //
-// Keys and values are read as they lie in memory, once by each thread that has queries for them, which takes longer
-// than what is computed with few queries. They come in segments, each stored once for the rows that have it in common;
-// all segments meet in one softmax. What a query gives does not depend on how many rows and threads there are. Built
-// once for each instruction set, see vectors.h.
+// Keys and values are read in place, once by each thread that has queries for them; with few queries, reading takes
+// longer than computing. They are stored in segments, each once for the rows that share it; one softmax covers all
+// segments. The result of a query does not depend on the number of rows and threads. Built once for each instruction
+// set, see vectors.h.
 
 #include "attention.h"
 #include <numeric>
 
 namespace {
 
-constexpr int QUERIES = 6; // whose sums over COLUMNS registers of values registers can hold
+constexpr int QUERIES = 6; // the sums of this many over COLUMNS registers of values fit into registers
 constexpr int COLUMNS = HAS_32_REGISTERS ? 4 : 2;
-constexpr size_t MOST_KEPT = 1 << 20; // numbers that a thread keeps room for between two calls
-constexpr int64_t AHEAD = 2 * WIDTH;  // keys or values after the present one that are fetched meanwhile
+constexpr size_t MOST_KEPT = 1 << 20; // elements of a thread's buffer that stay allocated between calls
+constexpr int64_t AHEAD = 2 * WIDTH;  // keys or values to prefetch, after the current one
 
-// A mask of less leaves nothing of a weight.
+// Mask values below this make a weight 0.
 template <typename T>
 constexpr float HIDES = -1e30f;
 template <>
 constexpr float HIDES<Fp16> = -65503; // fp16 goes down to -65504
 
-// What is fetched while key or value n of a head is used: that which is AHEAD of it, or those of the next heads behind
-// the last one.
+// What is prefetched while key or value n of a head is used: the one AHEAD of it or, after the last one, those of the
+// next heads.
 template <typename T>
 struct Ahead {
     const T *of_head;
-    int64_t heads_apart, stride, length, first; // first: the position of what is fetched at first
+    int64_t heads_apart, stride, length, first; // first: the first position to prefetch
 
     Ahead(const States<T> &states, const T *of_head, int64_t length)
         : of_head(of_head + AHEAD / length * states.of_head), heads_apart(states.of_head), stride(states.of_position),
@@ -38,7 +38,7 @@ struct Ahead {
     }
 };
 
-// How STEP numbers of a key are multiplied with those of a query, and how queries are stored for that.
+// How STEP elements of a key are multiplied with those of a query, and the layout of queries for this.
 template <typename T>
 struct Dot {
     typedef float Query;
@@ -133,7 +133,7 @@ void multiply_values(const float *weights, int64_t weights_stride, int64_t count
         });
 }
 
-// The number of the last key that the mask lets a query see, and one; all keys where it lets it see none.
+// One more than the index of the last key that the mask lets a query see; all keys if it hides all.
 template <typename T>
 int64_t seen_by(const Attention<T> &of, int64_t start, int64_t keys) {
     for (int64_t n = keys; n > 0; n--) {
@@ -146,13 +146,13 @@ int64_t seen_by(const Attention<T> &of, int64_t start, int64_t keys) {
     return keys;
 }
 
-// Makes scores weights, of which nothing is divided yet; returns their sum: 0 if all keys are hidden, NaN as torch.
+// Converts scores to weights before normalization and returns their sum: 0 if all keys are hidden, NaN as in torch.
 float to_weights(float *scores, int64_t length, int64_t padded) {
     std::fill(scores + length, scores + padded, HIDDEN);
     Vector lanes = load(scores);
     for (int64_t n = WIDTH; n < padded; n += WIDTH) lanes = larger(lanes, load(scores + n));
     const float most = largest(lanes);
-    if (!(most > HIDDEN)) { // none is seen, unless one is no number
+    if (!(most > HIDDEN)) { // all are hidden, unless a score is NaN
         for (int64_t n = 0; n < length; n++)
             if (scores[n] != scores[n]) return NAN;
         return 0;
@@ -169,7 +169,7 @@ inline void copy_query(const T *query, Query *to, int64_t width) {
         for (int64_t d = 0; d < width; d++) to[d] = to_float(query[d]);
 }
 
-// Sums of weighted values by the total of their weights, which is 0 where all keys are hidden.
+// Divides the sums of weighted values by the total of the weights, which is 0 if all keys are hidden.
 template <typename T>
 inline void store_output(const float *sums, float total, T *output, int64_t width) {
     int64_t d = 0;
@@ -182,8 +182,8 @@ inline void store_output(const float *sums, float total, T *output, int64_t widt
     for (; d < width; d++) store(total == 0 ? 0.0f : sums[d] / total, output + d);
 }
 
-// Queries that are computed together: those of the rows that have a copy of the segment with the fewest (`least`)
-// copies in common and of one head of its keys, `total` of them, or the part from `first` on.
+// Queries that are computed together: the `total` queries of one KV head, of the rows that share a copy of the
+// segment with the fewest copies (`least`), or the part from `first` on.
 struct Unit {
     int64_t least, copy, head, total, first, count;
 };
@@ -200,14 +200,14 @@ void attend(const Attention<T> &of, const Unit &unit, std::vector<float> &memory
         const int64_t number = unit.copy * unit.total + unit.first + q;
         return of.place(number / of_row, head, number % of_row, strides);
     };
-    // Keys that are hidden from all, as behind the present position in a cache of fixed size, are not read. Blocks stay
-    // whole, in which sums have another order.
+    // Keys that are hidden from all queries, such as those after the current position in a static cache, are not
+    // read. Blocks stay whole, because a partial block would change the order of sums.
     const int64_t last = keys - of.segments.back().length;
     int64_t seen = of.mask_type == NONE ? keys : last;
     for (int64_t q = 0; q < count && seen < keys; q++)
         seen = std::max(seen, seen_by(of, place(q, of.mask_strides), keys));
     seen = std::min(keys, last + (seen - last + WIDTH - 1) / WIDTH * WIDTH);
-    const auto for_copies = [&](const auto &multiply) { // of each segment, with the queries that see the copy
+    const auto for_copies = [&](const auto &multiply) { // for each segment, with the queries that see the copy
         int64_t start = 0;
         for (Segment<T> segment : of.segments) {
             const int64_t length = segment.length;
@@ -242,7 +242,7 @@ void attend(const Attention<T> &of, const Unit &unit, std::vector<float> &memory
         store_output(found + q * of.value_width, totals[q], of.output + place(q, of.output_strides), of.value_width);
 }
 
-// Into how many parts the queries of a unit are divided, where threads would wait for others; `pieces` stay whole.
+// The number of parts that the queries of a unit are divided into if threads would be idle; `pieces` stay whole.
 inline int64_t parts_of(int64_t units, int64_t queries, int64_t pieces, int64_t threads) {
     if (units >= 4 * threads) return 1;
     const int64_t most = std::max<int64_t>(1, std::min(pieces, queries / QUERIES));
@@ -254,7 +254,7 @@ void attend_all(const Attention<T> &of, int32_t threads) {
     int64_t least = of.rows;
     for (const Segment<T> &segment : of.segments) least = std::min(least, segment.copies);
     const int64_t total = of.rows / least * of.groups() * of.length, units = least * of.kv_heads;
-    int64_t pieces = total; // a part has whole copies of all segments but those that a unit has one of
+    int64_t pieces = total; // a part has whole copies of all segments, except segments with one copy per unit
     for (const Segment<T> &segment : of.segments)
         if (segment.copies > least) pieces = std::min(pieces, segment.copies / least);
     const int64_t parts = parts_of(units, total, pieces, threads), of_piece = total / pieces;

@@ -1,41 +1,41 @@
 // Attention of many queries, as of a prompt or an encoder, in fp32, bf16 and fp16 with sums in fp32: blocks of keys and
 // an online softmax, as in FlashAttention (Dao et al., 2022, algorithm 1).
 //
-// A block of keys and values is packed once for a chunk of queries, and meets a tile of them at a time, whose scores
-// stay in the first cache. What a mask hides from a whole tile is not computed: of a causal one nearly half. What a
-// query gives does not depend on how many rows and threads there are. Segments of keys are those of few_queries.cpp.
-// Built once for each instruction set, see vectors.h.
+// A block of keys and values is packed once for a chunk of queries, and multiplied with one tile of queries at a
+// time, whose scores stay in the L1 cache. Scores that a mask hides from a whole tile are not computed: nearly half
+// of them if the mask is causal. The result of a query does not depend on the number of rows and threads. Segments of
+// keys are those of few_queries.cpp. Built once for each instruction set, see vectors.h.
 
 #include "attention.h"
 
 namespace {
 
-constexpr int QUERIES = HAS_32_REGISTERS ? 12 : 6; // of a tile, whose sums of a panel registers can hold
-constexpr int COLUMNS = 2;                         // registers of a panel
-constexpr int64_t PANEL = COLUMNS * WIDTH;  // keys, or columns of values, that lie together where they are packed
-constexpr int64_t BLOCK = 128;              // keys that are packed at a time
-constexpr int64_t MAX_CHUNK = 44 * QUERIES; // queries that they meet
-constexpr int64_t MIN_CHUNK = 8 * QUERIES;  // of fewer, packing takes too large a part
-constexpr int64_t UNITS = 4;                // for each thread, where that leaves chunks large enough
-constexpr int64_t AHEAD = 12;               // rows of memory that are fetched while one is packed
+constexpr int QUERIES = HAS_32_REGISTERS ? 12 : 6; // per tile; their sums for a panel fit into registers
+constexpr int COLUMNS = 2;                         // registers per panel
+constexpr int64_t PANEL = COLUMNS * WIDTH;         // keys, or columns of values, that are packed contiguously
+constexpr int64_t BLOCK = 128;                     // keys packed at a time
+constexpr int64_t MAX_CHUNK = 44 * QUERIES;        // queries per packed block, at most
+constexpr int64_t MIN_CHUNK = 8 * QUERIES;         // with fewer, packing takes too much of the time
+constexpr int64_t UNITS = 4;                       // per thread, if chunks stay large enough
+constexpr int64_t AHEAD = 12;                      // rows to prefetch while one is packed
 
 inline int64_t in_panels(int64_t count) { return (count + PANEL - 1) / PANEL * PANEL; }
 
-// ---- formats: what is packed, four bytes each, and how it is multiplied
+// ---- formats: packed elements of four bytes, and how they are multiplied
 
-// Numbers of type T, as fp32.
+// Elements of type T, converted to fp32.
 template <typename T>
 struct Floats {
     typedef T Number;
     typedef float Element;
-    typedef Vector Part;                // a register of elements
+    typedef Vector Part;                // one register of elements
     static constexpr int64_t OF = 1;    // numbers in an element
     static constexpr int TERMS = EXACT; // of a weight
 
-    static void pack_row(const T *numbers, int64_t count, Element *to) { // neighbours are summed up
+    static void pack_row(const T *numbers, int64_t count, Element *to) { // adjacent elements are summed
         for (int64_t d = 0; d < count; d++) to[d] = to_float(numbers[d]);
     }
-    static Element pack(const T *number, const T *) { return to_float(*number); } // what lies below each other is
+    static Element pack(const T *number, const T *) { return to_float(*number); } // vertically adjacent ones are
     static void pack_part(const T *numbers, const T *, Element *to) { *(Vector *)to = load(numbers); }
     static Part all(const Element *element) { return *element - Vector{}; }
     static Part load_part(const Element *elements) { return load(elements); }
@@ -44,13 +44,13 @@ struct Floats {
 };
 
 #ifdef HAS_BF16_DOTS
-// Two neighbours along what is summed up.
+// Pairs of adjacent elements along the summed dimension.
 struct Paired {
     typedef Bf16 Number;
     typedef uint32_t Element;
     typedef Pairs Part;
     static constexpr int64_t OF = 2;
-    static constexpr int TERMS = 4; // to 4e-5 of a weight, which is rounded to 2e-3
+    static constexpr int TERMS = 4; // relative error of a weight 4e-5; it is rounded to 2e-3
     static void pack_row(const Bf16 *numbers, int64_t count, Element *to) {
         to[count / 2] = 0;
         memcpy(to, numbers, count * sizeof *numbers);
@@ -64,7 +64,7 @@ struct Paired {
 };
 #endif
 
-// sums += one[r] * other[k] over k, for R queries and the columns of a panel.
+// sums += one[r] * other[k], summed over k, for R queries and the columns of a panel.
 template <class F, int R>
 inline void multiply(const typename F::Element *one, int64_t stride, const typename F::Element *other, int64_t length,
                      Vector (&sums)[R][COLUMNS]) {
@@ -83,23 +83,23 @@ inline void fetch_row(const T *numbers, int64_t count) {
     for (int64_t d = 0; d < count; d += CACHE_LINE / sizeof *numbers) __builtin_prefetch(numbers + d, 0, 2);
 }
 
-// ---- what is packed for a block of keys and for a chunk of queries
+// ---- packed buffers of a block of keys and of a chunk of queries
 
 template <class F>
 struct Packed {
     typedef typename F::Element Element;
     typedef typename F::Number Number;
 
-    int64_t depth, columns;                     // elements of a query; numbers of a value, in whole panels
+    int64_t depth, columns;                     // elements per query; elements per value, in whole panels
     std::vector<Element> queries, keys, values; // [chunk][depth]; panels [depth][PANEL]; panels [BLOCK / OF][PANEL]
     std::vector<Element> line;                  // of a key
-    std::vector<float> sums, most, totals;      // [chunk][columns]; of a query the largest score, the sum of weights
-    std::vector<int64_t> positions, masks;      // of a query; where its mask begins
+    std::vector<float> sums, most, totals;      // [chunk][columns]; per query: the largest score, the sum of weights
+    std::vector<int64_t> positions, masks;      // per query; the start of its mask
     std::vector<Number> zeros;                  // as long as a key or a value
 
     void make_room(const Attention<Number> &of, int64_t chunk) {
         depth = (of.width + F::OF - 1) / F::OF, columns = in_panels(of.value_width);
-        queries.resize(chunk * depth + 1); // one more for what an odd width leaves behind it
+        queries.resize(chunk * depth + 1); // one more for the remainder of an odd width
         line.resize(depth + 1);
         keys.resize(BLOCK * depth);
         values.assign(BLOCK / F::OF * columns, Element{});
@@ -135,7 +135,7 @@ struct Packed {
     }
 };
 
-// Whether a query at this position sees one of the keys from `first` on; its mask begins at `start`.
+// Whether a query at this position sees any of the keys from `first` on; its mask starts at `start`.
 template <typename T>
 bool sees_any(const Attention<T> &of, int64_t start, int64_t position, int64_t first, int64_t length) {
     if (of.mask_type == NONE) return true;
@@ -154,12 +154,12 @@ bool sees_any(const Attention<T> &of, int64_t start, int64_t position, int64_t f
     return of.mask_strides[3] == 1 ? any_by(std::integral_constant<int64_t, 1>()) : any_by(of.mask_strides[3]);
 }
 
-// R queries, the first of which is number `first` of the chunk, and a block of keys that begins at `key` of all keys.
+// R queries, starting with number `first` of the chunk, and the block of keys that starts at key `key`.
 template <class F, int R>
 void attend_tile(const Attention<typename F::Number> &of, Packed<F> &packed, int64_t first, int64_t key,
                  int64_t length) {
     const int64_t *positions = packed.positions.data() + first, *masks = packed.masks.data() + first;
-    int64_t from = in_panels(length), to = 0; // the panels that one of the queries sees
+    int64_t from = in_panels(length), to = 0; // the panels that any of the queries sees
     for (int64_t n = 0; n < length; n += PANEL)
         for (int r = 0; r < R; r++)
             if (sees_any(of, masks[r], positions[r], key + n, std::min(PANEL, length - n))) {
@@ -190,7 +190,7 @@ void attend_tile(const Attention<typename F::Number> &of, Packed<F> &packed, int
         float &most = packed.most[first + r], &total_of_all = packed.totals[first + r];
         const float before = most, found = largest(lanes);
         if (found > most) most = found;
-        // Where all are hidden, weights are 0, and NaN of what is no number.
+        // If all are hidden, weights are 0, or NaN for NaN scores.
         const float less = most > HIDDEN ? most : 0;
         for (int64_t n = from; n < to; n += WIDTH) {
             const Vector some = exp_of<F::TERMS>(load(of_query + n) - less);
@@ -212,7 +212,7 @@ void attend_tile(const Attention<typename F::Number> &of, Packed<F> &packed, int
     }
 }
 
-// Fetches part `number` of `parts` of the keys and values, which are the next to be packed.
+// Prefetches part `number` of `parts` of the keys and values that are packed next.
 template <typename T>
 void fetch(const Segment<T> &segment, const T *keys, const T *values, int64_t length, int64_t width,
            int64_t value_width, int64_t number, int64_t parts) {
@@ -222,7 +222,7 @@ void fetch(const Segment<T> &segment, const T *keys, const T *values, int64_t le
     }
 }
 
-// `count` queries from number `begin` on of one row and one head of keys.
+// `count` queries from number `begin` on, of one row and one KV head.
 template <class F>
 void attend_chunk(const Attention<typename F::Number> &of, Packed<F> &packed, int64_t row, int64_t kv_head,
                   int64_t begin, int64_t count) {

@@ -1,5 +1,5 @@
-// A function of one number of 16 bits as the table of its 65,536 results, by the bits of the number.
-// Built once for each instruction set, see vectors.h.
+// A function of one 16-bit number as a table of its 65,536 results, indexed by the bits of the number. Built once for
+// each instruction set, see vectors.h.
 
 #include "vectors.h"
 

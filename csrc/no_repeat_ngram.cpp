@@ -95,7 +95,7 @@ extern "C" void fastgen_no_repeat_ngram_cpu(const NGramProblem *problem, int32_t
             begin = end;
         }
     } catch (const std::system_error &) {
-        // The system grants no more threads: this one takes what is left.
+        // The system refuses more threads: this thread does the rest.
     }
     ban(p, begin, p.rows);
     for (std::thread &other : others) other.join();

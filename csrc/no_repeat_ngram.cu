@@ -1,7 +1,8 @@
 // No-repeat-n-gram on a GPU: Algorithm 1 of FastSeq (https://arxiv.org/abs/2106.04718), in tiles.
 //
 // A block takes a tile of one row's windows, a thread one window of it at a time; tokens are staged in shared memory
-// in chunks of the n-gram, so that neither the row nor n has a largest size. No torch header: see no_repeat_ngram.h.
+// in chunks of the n-gram, so that neither the length of a row nor n is limited. No torch header: see
+// no_repeat_ngram.h.
 
 #include <cuda_runtime.h>
 
@@ -39,14 +40,14 @@ __device__ bool equals_prefix(Sequence<Token> source, int64_t tile, int64_t wind
     bool equal = tile + threadIdx.x < windows;
     for (int64_t chunk = 0; chunk < prefix_size; chunk += kChunk) {
         const int size = prefix_size - chunk < kChunk ? static_cast<int>(prefix_size - chunk) : kChunk;
-        // The last window of a row ends with its last token, so that this reads nothing behind the row.
+        // The last window of a row ends with its last token, so this does not read past the end of the row.
         const int64_t left = windows + prefix_size - (tile + chunk);
         const int staged = left < kThreads + size ? static_cast<int>(left) : kThreads + size;
         for (int i = threadIdx.x; i < staged; i += kThreads) tile_tokens[i] = source[tile + chunk + i];
         for (int i = threadIdx.x; i < size; i += kThreads) prefix_tokens[i] = prefix[chunk + i];
         __syncthreads();
         for (int i = 0; equal && i < size; ++i) equal = tile_tokens[threadIdx.x + i] == prefix_tokens[i];
-        // Also keeps a fast thread from staging the next chunk while a slow one still reads this one.
+        // Also prevents a fast thread from staging the next chunk while a slow thread still reads this one.
         if (!__syncthreads_or(equal)) return false;
     }
     return equal;
@@ -96,7 +97,7 @@ cudaError_t launch(const NGramProblem &p, cudaStream_t stream) {
 
 } // namespace
 
-// Launches on `stream` of `device`, and leaves the caller's current device as it was. Null, or what went wrong.
+// Launches on `stream` of `device`, and restores the caller's current device. Returns null, or an error message.
 extern "C" const char *fastgen_no_repeat_ngram_cuda(const NGramProblem *problem, int32_t device, void *stream) {
     int current = device;
     cudaError_t error = cudaGetDevice(&current);

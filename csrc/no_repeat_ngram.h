@@ -1,6 +1,7 @@
-// What the CPU and the CUDA implementation of no-repeat-n-gram are called with. Plain C: bound with ctypes, no torch.
+// The arguments of the CPU and CUDA implementations of no-repeat-n-gram. Plain C, called through ctypes, without
+// torch.
 //
-// Scores are written, never computed with, so that a score is its bit pattern: 2 bytes for fp16 and bf16, 4 for fp32.
+// Scores are only written, so a score is its bit pattern: 2 bytes for fp16 and bf16, 4 for fp32.
 #pragma once
 
 #include <cstdint>
@@ -15,13 +16,13 @@ struct NGramProblem {
     int64_t score_row_stride;
     int64_t score_stride;
 
-    // [rows, width], of which each row's first `length` tokens are valid.
+    // [rows, width]; the first `length` tokens of each row are valid.
     const void *tokens;
     int64_t width;
     int64_t token_row_stride;
     int64_t token_stride;
 
-    // Whose n-grams are banned: [rows / rows_per_source, source_width]. Null: those of `tokens`.
+    // Tokens whose n-grams are banned: [rows / rows_per_source, source_width]. Null: `tokens`.
     const void *source;
     int64_t source_width;
     int64_t source_row_stride;

@@ -1,8 +1,8 @@
 // RMS norm, output = weight * (row / sqrt(mean(row^2) + epsilon)), in fp32, bf16 and fp16 with sums in fp32: one pass
-// over rows that lie in a cache. What is multiplied by the weight is rounded first, as models do.
+// over rows that fit into a cache. The factor of the weight is rounded first, as in the models.
 //
-// What a row gives does not depend on how many rows and threads there are.
-// Built once for each instruction set, see vectors.h.
+// The result of a row does not depend on the number of rows and threads. Built once for each instruction set, see
+// vectors.h.
 
 #include "vectors.h"
 #include <cmath>

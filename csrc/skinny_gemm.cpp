@@ -1,30 +1,30 @@
-// rows @ weight^T + bias for a few rows and weights larger than the caches: what a decode step does; and what often
-// comes next, the larger of it and 0, or its sum with other rows. In fp32, and in bf16 and fp16 with sums in fp32.
+// rows @ weight^T + bias for a few rows and weights larger than the caches, as in a decode step, optionally followed
+// by ReLU or by the sum with other rows. In fp32, and in bf16 and fp16 with sums in fp32.
 //
-// Libraries for large matrices pack a weight before they use it, which costs as much as such a product. Here it is read
-// once, as it lies in memory; while one part is used, the next is fetched, so that reading costs no time of its own
-// where there is enough to compute. Each sum is made in the same order, however many rows, columns and threads there
-// are. Built once for each instruction set, see vectors.h.
+// Libraries for large matrices pack a weight before they use it, which costs as much as such a product. Here it is
+// read once, in place; the next part is prefetched while the current one is used, so reading is free if there is
+// enough to compute. The order of each sum does not depend on the number of rows, columns and threads. Built once for
+// each instruction set, see vectors.h.
 
 #include "vectors.h"
 
 namespace {
 
-constexpr int DOTS = HAS_32_REGISTERS ? 6 : 3;       // weights whose dot products with ROWS rows registers can hold
-constexpr int MOST_ROWS = HAS_32_REGISTERS ? 12 : 6; // rows whose sums over 2 registers' columns registers can hold
-constexpr int64_t MAX_ROWS = 64;                     // that meet a weight while it is in the first cache
-constexpr int64_t STREAM_ROWS = 3;                   // so few are computed faster than memory gives the weight
+constexpr int DOTS = HAS_32_REGISTERS ? 6 : 3;       // weights whose dot products with ROWS rows fit into registers
+constexpr int MOST_ROWS = HAS_32_REGISTERS ? 12 : 6; // rows whose sums over 2 registers of columns fit into registers
+constexpr int64_t MAX_ROWS = 64;                     // rows multiplied with a weight while it is in the L1 cache
+constexpr int64_t STREAM_ROWS = 3; // up to this many rows, computing is faster than reading the weight
 
-// ---- formats: how registers of numbers are multiplied
+// ---- formats: how registers of elements are multiplied
 
-// Weights of this type become fp32 in registers; rows are fp32 before.
+// Weights of this type are converted to fp32 in registers; rows are fp32 already.
 template <typename T>
 struct Single {
-    typedef float Row;                 // of the rows as they are read
-    typedef T Number;                  // of weight, bias and output
+    typedef float Row;                 // type of the rows
+    typedef T Number;                  // type of weight, bias and output
     typedef Vector Part;               // a register
-    static constexpr int STEP = WIDTH; // elements along in_features in a part of a dot product, ...
-    static constexpr int PAIR = 1;     // ... and in a part of a sum of rows of the weight
+    static constexpr int STEP = WIDTH; // elements along in_features in a step of a dot product, ...
+    static constexpr int PAIR = 1;     // ... and in a step of a sum of rows of the weight
     static Part row_part(const Row *row) { return load(row); }
     static Part weight_part(const Number *weight) { return load(weight); }
     static Part element(const Row *row) { return *row - Vector{}; }
@@ -36,7 +36,7 @@ struct Single {
 };
 
 #ifdef HAS_BF16_DOTS
-// Two neighbours of a row are multiplied with two of a weight at once.
+// Pairs of adjacent elements of a row are multiplied with pairs of a weight.
 struct Paired {
     typedef Bf16 Row, Number;
     typedef Pairs Part;
@@ -48,7 +48,7 @@ struct Paired {
         memcpy(&pair, row, sizeof pair);
         return in_all_lanes(pair);
     }
-    // Of two rows of the weight, the numbers of a column beside each other.
+    // Interleaves two rows of the weight: the two elements of each column become adjacent.
     template <int V>
     static void columns(const Number *first, const Number *second, Part (&parts)[V]) {
         for (int j = 0; j < V; j++) parts[j] = pairs_of(first + j * WIDTH, second + j * WIDTH);
@@ -67,8 +67,8 @@ struct Product {
     int64_t row_count, in_features, out_features;
     bool is_transposed, is_rectified;
 
-    // What goes into the output at `place`, and WIDE - 1 numbers behind it. The sum is rounded before others are added
-    // to it, as if it had been stored.
+    // Writes WIDE elements of the output from `place` on. The sum is rounded before other rows are added to it, as if
+    // it had been stored.
     template <int WIDE>
     void finish(Eight numbers, int64_t place) const {
         if (is_rectified) numbers = numbers < 0 ? Eight{} : numbers;
@@ -84,25 +84,25 @@ struct Product {
 
 // ---- weight [out_features, in_features]: dot products
 
-constexpr int ROWS = 4; // of a tile
+constexpr int ROWS = 4; // per tile
 
-// Bytes of each weight that stay in the first cache while all rows meet them: as much as sums are worth reading and
-// writing again for, and of few rows, which are soon done with a wide register's block, so little that the next one is
-// fetched in time.
+// Bytes of each weight that stay in the L1 cache while all rows are multiplied with them: enough to be worth reading
+// and writing the sums again and, for few rows, which finish a block of wide registers quickly, little enough to
+// prefetch the next block in time.
 inline int64_t block_bytes(int64_t row_count) { return WIDTH == 16 && row_count <= 8 ? 1024 : 3072; }
 
 template <class F>
 struct Dots {
-    const typename F::Row *rows;             // at the present block, as the weight
-    const typename F::Number *weight, *next; // next: the weights behind, which are fetched meanwhile
-    int64_t stride;                          // of rows and of weights
+    const typename F::Row *rows;             // at the current block, as the weight
+    const typename F::Number *weight, *next; // next: the following weights, which are prefetched
+    int64_t stride;                          // of rows and weights
     int64_t length;                          // of the block, a multiple of STEP
-    bool is_first, is_last;                  // of the blocks: sums begin, are totalled up
+    bool is_first, is_last;                  // block: sums start, sums are totalled
     Vector *sums;                            // [rows][weights], between two blocks
     float *totals;                           // [rows][weights]
 };
 
-// Totals of up to WIDTH registers are made at once, while the next tile's products begin.
+// Totals of up to WIDTH registers are computed at once, while the next tile's products start.
 template <int R, int W>
 inline void store_totals(const Vector (&sums)[R][W], float *totals) {
     for (int first = 0; first < R * W; first += WIDTH) {
@@ -114,7 +114,7 @@ inline void store_totals(const Vector (&sums)[R][W], float *totals) {
     }
 }
 
-// R rows and W weights; fetches N of the weights to come.
+// R rows and W weights; prefetches N of the following weights.
 template <class F, int R, int W, int N>
 inline void add_dots(const Dots<F> &dots, int64_t row) {
     const typename F::Row *rows = dots.rows + row * dots.stride;
@@ -136,7 +136,7 @@ inline void add_dots(const Dots<F> &dots, int64_t row) {
         for (int j = 0; j < W; j++) sums[i * W + j] = kept[i][j];
 }
 
-// The first tiles, which fetch N of the weights to come each; the row behind them.
+// The first tiles, which prefetch N of the following weights each; returns the row after them.
 template <class F, int W, int N>
 inline int64_t add_dots_and_fetch(const Dots<F> &dots) {
     int64_t row = 0;
@@ -144,7 +144,7 @@ inline int64_t add_dots_and_fetch(const Dots<F> &dots) {
     return row;
 }
 
-// Fewer rows than two tiles have, and W weights: the first tile fetches all weights to come.
+// Fewer rows than two tiles, and W weights: the first tile prefetches all following weights.
 template <class F, int W>
 inline void add_dots_of_few_rows(const Dots<F> &dots, int64_t count) {
     if (count <= ROWS) return with_constant<ROWS>(count, [&](auto r) { add_dots<F, r, W, W>(dots, 0); });
@@ -152,7 +152,7 @@ inline void add_dots_of_few_rows(const Dots<F> &dots, int64_t count) {
     with_constant<ROWS>(count - ROWS, [&](auto r) { add_dots<F, r, W, 0>(dots, ROWS); });
 }
 
-// All rows and W weights. The more tiles there are, the fewer of the weights to come each of them fetches.
+// All rows and W weights. With more tiles, each prefetches fewer of the following weights.
 template <class F, int W>
 inline void add_dots_of_rows(const Dots<F> &dots, int64_t count) {
     if (count < 2 * ROWS) return add_dots_of_few_rows<F, W>(dots, count);
@@ -165,9 +165,9 @@ inline void add_dots_of_rows(const Dots<F> &dots, int64_t count) {
     if (row < count) with_constant<ROWS>(count - row, [&](auto r) { add_dots<F, r, W, 0>(dots, row); });
 }
 
-// Translates the addresses of the pages behind a part of the weight that is read next, PAGES of them at once. A page
-// that is not in the TLB is looked up in memory, and all instructions behind its first fetch wait for that. Where
-// memory is the limit anyway this gains nothing.
+// Translates the addresses of PAGES pages of the part of the weight that is read next. A page that is not in the TLB
+// is looked up in memory, and all instructions after its first access wait for that. If memory bandwidth is the limit
+// anyway, this does not gain.
 inline void translate_pages(const void *part, int64_t bytes) {
     constexpr uintptr_t PAGE = 4096, PAGES = 8, BATCH = PAGES * PAGE;
     const uintptr_t begin = (uintptr_t)part + BATCH, end = begin + bytes;
@@ -175,7 +175,7 @@ inline void translate_pages(const void *part, int64_t bytes) {
         for (uintptr_t page = batch; page < batch + BATCH; page += PAGE) __builtin_prefetch((const void *)page, 0, 2);
 }
 
-// Output of W weights: totals, what is left of in_features behind the whole steps, bias.
+// Output of W weights: totals, the remainder of in_features after the whole steps, bias.
 template <class F, int W>
 inline void store_output(const Product<F> &product, const float *totals, int64_t whole, int64_t n) {
     const int64_t in = product.in_features;
@@ -191,14 +191,14 @@ inline void store_output(const Product<F> &product, const float *totals, int64_t
     }
 }
 
-// W weights from n on, one block after the other.
+// W weights from n on, block by block.
 template <class F, int W>
 inline void multiply_weights(const Product<F> &product, int64_t n) {
     const int64_t in = product.in_features, whole = in / F::STEP * F::STEP;
     const int64_t block = block_bytes(product.row_count) / sizeof(typename F::Number);
     if (product.row_count > STREAM_ROWS) translate_pages(product.weight + n * in, W * in * sizeof(typename F::Number));
     Vector sums[MAX_ROWS * W];
-    float totals[MAX_ROWS * W + std::max(WIDTH, 8)]; // whole registers are stored, and eight numbers read
+    float totals[MAX_ROWS * W + std::max(WIDTH, 8)]; // whole registers are stored, and eight elements read
     for (int64_t k = 0; k == 0 || k < whole; k += block) {
         const typename F::Number *weight = product.weight + n * in + k;
         const int64_t length = std::min(block, whole - k);
@@ -216,11 +216,11 @@ void multiply_with_rows(const Product<F> &product, int64_t from, int64_t to) {
     for (; n < to; n++) multiply_weights<F, 1>(product, n);
 }
 
-// ---- weight [in_features, out_features]: sums of its rows, that begin with the bias
+// ---- weight [in_features, out_features]: sums of its rows, starting with the bias
 
-constexpr int TILE = 2 * WIDTH;           // columns that are summed up in registers
-constexpr int64_t MAX_PANEL = 64 * WIDTH; // columns that are read from one row of the weight before the next
-constexpr int64_t FEW_BLOCK = 8;          // rows of the weight of which all columns are read at the same time
+constexpr int TILE = 2 * WIDTH;           // columns that are summed in registers
+constexpr int64_t MAX_PANEL = 64 * WIDTH; // columns of one row of the weight that are read before the next row
+constexpr int64_t FEW_BLOCK = 8;          // rows of the weight whose columns are all read at the same time
 
 template <class F>
 struct Sums {
@@ -235,8 +235,8 @@ struct Sums {
 
 enum Copy { NONE, WRITE, READ };
 
-// R rows and V registers of columns. Rows of the weight may lie in the same sets of the cache: the first rows that meet
-// a tile copy it for the others.
+// R rows and V registers of columns. Rows of the weight may map to the same cache sets, so the first rows of a tile
+// copy it for the remaining rows.
 template <class F, int R, int V, Copy C>
 inline void add_sums(const Sums<F> &sums, int64_t row) {
     const typename F::Row *rows = sums.rows + row * sums.in_features;
@@ -275,7 +275,7 @@ inline void add_sums_of_rows(const Sums<F> &sums, int64_t count) {
     if (row < count) with_constant<MOST_ROWS>(count - row, [&](auto r) { add_sums<F, r, V, READ>(sums, row); });
 }
 
-// So many sums of a row become the output at `place`.
+// Writes `count` sums of a row to the output at `place`.
 template <class F>
 inline void finish_sums(const Product<F> &product, const float *sums, int64_t place, int64_t count) {
     for (; count >= 8; count -= 8, sums += 8, place += 8) {
@@ -292,11 +292,12 @@ void multiply_with_columns(const Product<F> &product, int64_t from, int64_t to) 
     const bool is_stream = product.row_count <= STREAM_ROWS;
     const int64_t panels = is_stream ? 1 : (to - from + MAX_PANEL - 1) / MAX_PANEL;
     const int64_t tiles = ((to - from + panels - 1) / panels + TILE - 1) / TILE, panel = tiles * TILE;
-    // While a tile is computed, its part of the next block is fetched, or as much of one of that block's rows.
+    // While a tile is computed, its part of the next block is prefetched, or an equal part of one of that block's
+    // rows.
     const int64_t block = is_stream ? FEW_BLOCK : (tiles + F::PAIR - 1) / F::PAIR * F::PAIR;
     const int64_t next_stride = is_stream ? out : TILE, next_tile = is_stream ? TILE : out;
     typename F::Part copy[MAX_PANEL / WIDTH + 2];
-    static thread_local std::vector<float> sums; // numbers of the output are rounded once, at the end
+    static thread_local std::vector<float> sums; // elements of the output are rounded once, at the end
     sums.resize(product.row_count * panel);
     for (int64_t n = from; n < to; n += panel) {
         const int64_t wide = std::min(panel, to - n);
@@ -324,7 +325,7 @@ void multiply_with_columns(const Product<F> &product, int64_t from, int64_t to) 
 
 // ---- threads
 
-// The columns from `from` on, before `to`.
+// The columns from `from` to `to` - 1.
 template <class F>
 void multiply(const Product<F> &product, int64_t from, int64_t to) {
     for (int64_t row = 0; row < product.row_count; row += MAX_ROWS) {
@@ -345,7 +346,7 @@ void multiply_in(int32_t threads, const Product<F> &product) {
     });
 }
 
-// The rows become fp32 before, as the weights do in registers.
+// Converts the rows to fp32 first, as the weights are in registers.
 template <typename T>
 void multiply_widened(int32_t threads, const T *rows, Product<Single<T>> product) {
     std::vector<float> widened(product.row_count * product.in_features);

@@ -1,6 +1,6 @@
-// Registers of numbers, and threads, for the kernels of few rows. Built once for each instruction set, with WIDTH: the
-// floats in one of its registers, 4 (NEON), 8 (AVX2, FMA) or 16 (AVX-512). What instruction sets have of their own is
-// in this file alone: conversions to and from fp16, and dot products of bf16.
+// Vector registers and threads for the kernels. Built once for each instruction set, with WIDTH: the number of floats
+// in a register, 4 (NEON), 8 (AVX2, FMA) or 16 (AVX-512). Only this file depends on the instruction set: conversions
+// to and from fp16, and dot products of bf16.
 
 #pragma once
 
@@ -20,7 +20,7 @@
 #define HAS_BF16_DOTS // dot products of pairs of bf16
 #endif
 
-// Of the OpenMP that the caller runs on: a second one's threads would wait for work on the cores of the first one's.
+// The caller's OpenMP runtime: the threads of a second runtime would spin on the same cores.
 #define OF_THIS_LIBRARY __attribute__((visibility("hidden"))) inline
 OF_THIS_LIBRARY void (*run_in_threads)(void (*)(void *), void *, unsigned, unsigned) = nullptr;
 OF_THIS_LIBRARY int (*thread_number)() = nullptr;
@@ -48,21 +48,22 @@ inline float total(const Vector &lanes) {
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
-// Lanes of two vectors, from 0 to WIDTH - 1 of the one and from WIDTH on of the other.
+// Lanes of two vectors: indices from 0 to WIDTH - 1 select from the first, larger ones from the second.
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(one, other, ...) __builtin_shufflevector(one, other, __VA_ARGS__)
 #else
 #define SHUFFLE(one, other, ...) __builtin_shuffle(one, other, Integers{__VA_ARGS__})
 #endif
 
-// Of each two lanes that are HALF apart the sum: those of the one where this bit of the lane's number is not set.
+// Sums of lanes that are HALF apart: of the first vector in lanes whose index does not have this bit, otherwise of
+// the second.
 template <int HALF, int... LANE>
 inline Vector sums_of_pairs(Vector one, Vector other, std::integer_sequence<int, LANE...>) {
     return SHUFFLE(one, other, ((LANE & HALF ? WIDTH : 0) + LANE)...) +
            SHUFFLE(one, other, ((LANE & HALF ? WIDTH : 0) + (LANE ^ HALF))...);
 }
 
-// The lanes of the first vector become the sums of all WIDTH vectors.
+// Lane i of the first vector becomes the sum of vector i, for all WIDTH vectors.
 template <int HALF = WIDTH / 2>
 inline void sum_up(Vector (&lanes)[WIDTH]) {
     for (int i = 0; i < HALF; i++)
@@ -70,7 +71,7 @@ inline void sum_up(Vector (&lanes)[WIDTH]) {
     if constexpr (HALF > 1) sum_up<HALF / 2>(lanes);
 }
 
-// ---- how numbers lie in memory
+// ---- storage formats of numbers
 
 struct Bf16 {
     uint16_t bits;
@@ -91,7 +92,7 @@ inline float to_float(Bf16 number) {
 
 inline void store(float number, float *to) { *to = number; }
 
-// Of the bits of floats those of bf16, rounded to the nearest, halves to even.
+// Converts the bits of floats to bits of bf16, rounded to nearest even.
 template <typename T>
 inline T rounded(const T &bits) {
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -103,7 +104,7 @@ inline void store(float number, Bf16 *to) {
     to->bits = number != number ? 0x7fc0 : rounded(bits);
 }
 
-// Eight numbers, and as they are stored.
+// Eight numbers, and their storage.
 typedef float Eight __attribute__((vector_size(8 * sizeof(float))));
 typedef uint32_t EightWords __attribute__((vector_size(8 * sizeof(uint32_t))));
 typedef uint16_t EightHalves __attribute__((vector_size(8 * sizeof(uint16_t))));
@@ -120,7 +121,7 @@ inline Eight from_format(const EightHalves &stored, const Bf16 *) {
     return (Eight)(__builtin_convertvector(stored, EightWords) << 16);
 }
 
-// A register of bf16 as the upper halves of 32 bits each.
+// A register of bf16, each in the upper half of 32 bits.
 typedef uint32_t Bits __attribute__((vector_size(WIDTH * sizeof(uint32_t))));
 
 inline Bits upper_halves(const Bf16 *numbers) {
@@ -180,7 +181,7 @@ inline Vector load(const Fp16 *numbers) {
 }
 #endif
 
-// ---- dot products of bf16: of WIDTH pairs of numbers, which lie beside each other
+// ---- dot products of bf16: of WIDTH pairs of adjacent numbers
 
 #ifdef __AVX512BF16__
 typedef __m512i Pairs;
@@ -213,13 +214,13 @@ inline void store_as_bf16(const Vector &numbers, void *to) {
 #endif
 
 #ifdef HAS_BF16_DOTS
-// Each pair has a number of the one in its lower half and of the other in its upper half.
+// Each pair has an element of the first argument in its lower half and of the second in its upper half.
 inline Pairs pairs_of(const Bf16 *one, const Bf16 *other) {
     return (Pairs)(upper_halves(one) >> 16 | upper_halves(other));
 }
 #endif
 
-// Calls `work` with parts [from, to) of so many units, one for each thread.
+// Divides `units` into parts [from, to), one per thread, and calls `work` with each.
 template <typename Work>
 inline void in_threads(int32_t threads, int64_t units, const Work &work) {
     struct Task {
@@ -235,7 +236,7 @@ inline void in_threads(int32_t threads, int64_t units, const Work &work) {
     else work(0, units);
 }
 
-// Calls `tile` with the number `left`, from 1 to R, as a constant.
+// Calls `tile` with `left`, from 1 to R, as a compile-time constant.
 template <int R, typename Tile>
 inline void with_constant(int64_t left, const Tile &tile) {
     if (left == R) return tile(std::integral_constant<int, R>());

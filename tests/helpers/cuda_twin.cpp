@@ -91,7 +91,7 @@ Tensor view_of(const Tensor& tensor, const Tensor& like) {
   return with_sizes_of(view, like);
 }
 
-// Tensors of the device on the way in, and those of the host in their place.
+// Tensors of the device that are passed in, and the tensors of the host that replace them.
 struct Swap {
   std::vector<std::pair<Tensor, Tensor>> pairs;
 

@@ -2,7 +2,7 @@
 // files as C++, and the tests run the same kernel source without a GPU.
 //
 // Blocks run one after another. The threads of a block run as fibers of the calling thread, each up to the next
-// barrier, where it waits for all others. A barrier that some threads of a block miss, or at which they arrive from
+// barrier, where it waits for all other threads. A barrier that some threads of a block miss, or at which they arrive from
 // different lines, fails the launch. What CUDA refuses to launch is refused here too.
 #pragma once
 
@@ -25,7 +25,7 @@ enum cudaError_t {
 
 using cudaStream_t = struct CUstream_st*;
 
-// Two devices, the first of which is current at the start.
+// Two devices; the first is current at the start.
 extern "C" {
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaSetDevice(int device);

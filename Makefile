@@ -29,7 +29,7 @@ WHEEL = CUDA_HOME=none $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir 
 
 PYTEST := FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2 --dist loadgroup
 
-.PHONY: demo check test test-all test-fairseq matrix fuzz test-gpu gpu-check sanitize emulator lint docs pages table bench bench-gpu wheel wheel-aarch64 release-check clean
+.PHONY: demo check test test-all test-fairseq test-newest matrix fuzz test-gpu gpu-check sanitize emulator lint docs pages table bench bench-gpu wheel wheel-aarch64 release-check clean
 
 # The main job on the sample of 500 lines, with and without fastgen.
 demo: $(VENV)/demo.installed
@@ -66,6 +66,14 @@ test-fairseq: $(VENV)/test.installed
 	$(WITH_EXTRA)/bin/python -m pip install --quiet --no-deps transformers==$(NEWEST)
 	$(WITH_EXTRA)/bin/python -m pip list | grep -iE "^(numpy|ve-fairseq|torch|transformers) "
 	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(WITH_EXTRA)/bin/python -m pytest -rs -n 2 @tests/core.txt $(OF_NEWEST)
+
+# The newest releases of transformers, TRL and lm-evaluation-harness, in a copy of the environment; each night.
+test-newest: $(VENV)/test.installed
+	rm -rf $(VENV)-newest && cp -r $(VENV) $(VENV)-newest
+	$(VENV)-newest/bin/python -m pip --disable-pip-version-check install --quiet --upgrade transformers trl lm-eval
+	$(VENV)-newest/bin/python -m pip list | grep -iE "^(lm.eval|torch|transformers|trl) "
+	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(VENV)-newest/bin/python -m pytest -rs -n 2 tests/test_trl.py tests/test_lm_eval.py \
+		$(OF_NEWEST)
 
 # The same tests with other versions of Python, torch and transformers: docs/support.md. Takes an hour and the network.
 matrix: $(VENV)/pip.installed

@@ -42,7 +42,7 @@ CASES = {
         "repeats16": Case(6, 400, repeats=16, workload="6 questions of about 400 tokens, 16 samples each"),
         "shots5": Case(48, 60, shots=600, workload="5 examples of about 600 tokens together, 48 questions"),
         "choice4": Case(64, 300, options=4, workload="64 questions of about 300 tokens, 4 options"),
-        "choice4-shots5": Case(64, 300, 600, options=4, workload="64 questions with 4 options behind 5 examples"),
+        "choice4-shots5": Case(64, 300, 600, options=4, workload="64 questions with 4 options after 5 examples"),
         "choice4-shots5-2tasks": Case(32, 300, 600, options=4, tasks=2, workload="2 tasks of 32 such questions"),
     }
 }

@@ -97,47 +97,47 @@ def speed_cells(result: Result) -> list[str]:
     return [f"{seconds['stock']:.1f} s", f"{seconds['fastgen']:.1f} s", f"**{stock_ratio(result):.1f}×**"]
 
 
-def section(title: str, kind: str, text: str = "") -> Iterator[str]:
-    """Yields a table for each machine of the cases of a kind, with the columns that any result fills."""
+def question(title: str, kind: str, text: str) -> Iterator[str]:
+    """Yields the section of a kind: its text, and a heading and tables for each machine; nothing without results."""
+    files = read(kind)
+    tables = ANSWERS.get(kind) or partial(workload_table, kind)
+    if files:
+        yield f"## {title}\n\n{paragraph(text)}"
+    for measured in files:
+        yield f"### {cpu_name(measured)}{dtype_name(measured)}\n\n{tables(measured)}"
+
+
+def workload_table(kind: str, measured: Mapping[str, Any]) -> str:
+    """Returns the table of a machine for the cases of a kind, with the columns that any result fills."""
     words = workloads(kind)
     head = ("workload", "stock", "fastgen", "faster", "CTranslate2", "memory, stock → fastgen", "equal")
-    for measured in read(kind):
-        rows = []
-        for result in measured["results"]:
-            peers = result.get("seconds", {})
-            peer = peers.get("ctranslate2", peers.get("CTranslate2 float32"))
-            cells = ["–" if peer is None else f"{peer:.1f} s", memory(result)]
-            tokens = result.get("tokens", "–")
-            rows.append([words[result["case"]], *speed_cells(result), *cells, tokens])
-        columns = [place for place in range(len(head)) if any(row[place] != "–" for row in rows)]
-        lines = [[row[place] for place in columns] for row in (head, *rows)]
-        yield f"## {title}, {cpu_name(measured)}{dtype_name(measured)}\n\n{text}{table(lines[0], lines[1:])}"
+    rows = []
+    for result in measured["results"]:
+        peers = result.get("seconds", {})
+        peer = peers.get("ctranslate2", peers.get("CTranslate2 float32"))
+        cells = ["–" if peer is None else f"{peer:.1f} s", memory(result)]
+        tokens = result.get("tokens", "–")
+        rows.append([words[result["case"]], *speed_cells(result), *cells, tokens])
+    columns = [column for column in range(len(head)) if any(row[column] != "–" for row in rows)]
+    lines = [[row[column] for column in columns] for row in (head, *rows)]
+    return table(lines[0], lines[1:])
 
 
-def drafts_section(measured: Mapping[str, Any]) -> str:
+def drafts_table(measured: Mapping[str, Any]) -> str:
     words, ways = workloads("drafts"), ("stock", "prompt lookup", "fastgen without drafts", "fastgen")
     rows = []
     for result in measured["results"]:
         seconds, alone = result["seconds"], result["ratios"]["fastgen without drafts"]
         cells = [f"{seconds[way]:.2f} s" if way in seconds else "–" for way in ways]
         rows.append([words[result["case"]], *cells, f"**{alone:.2f}×**", f"{result['ratios']['stock']:.2f}×"])
-    text = paragraph(
-        "The text of GPT-2 and Llama is forced by a logits processor: runs of 4 to 40 tokens of the prompt, and other "
-        "tokens. Tokens are equal. The last columns: the ratios of fastgen without drafts, and of stock, to fastgen."
-    )
-    head = ("workload", *ways, "faster", "than stock")
-    return f"## Drafts, {cpu_name(measured)}{dtype_name(measured)}\n\n{text}\n{table(head, rows)}"
+    return table(("workload", *ways, "than without drafts", "than stock"), rows)
 
 
-def mqa_section(measured: Mapping[str, Any]) -> str:
+def mqa_table(measured: Mapping[str, Any]) -> str:
     results = measured["results"]
-    text = paragraph(
-        f"Microseconds per token, without fastgen → with it; {results[0]['batch']} inputs of 128 tokens, 128 new "
-        "tokens. Last column: multi-head attention without fastgen by this model with fastgen."
-    )
     rows = [[result["case"], *stage_cells(result), to_multi_head(result, results)] for result in results]
-    head = ("attention", *results[0]["microseconds"]["stock"], "beam 4, to multi-head")
-    return f"## Multi-query Transformers, {cpu_name(measured)}\n\n{text}\n{table(head, rows)}"
+    head = ("attention", *results[0]["microseconds"]["stock"], "beam 4, than multi-head in stock")
+    return f"{results[0]['batch']} inputs of 128 tokens, 128 new tokens.\n\n{table(head, rows)}"
 
 
 def stage_cells(result: Result) -> list[str]:
@@ -169,18 +169,17 @@ def seamless_table(result: Result) -> str:
     return f"{text}\n{table(('stage', *seconds, 'faster', 'share of stock'), rows)}"
 
 
-def seamless_section(measured: Mapping[str, Any]) -> str:
-    text = "Speech to speech, one input of 10 s, beam 5.\n"
-    tables = map(seamless_table, measured["results"])
-    return "\n".join([f"## Seamless M4T, {cpu_name(measured)}\n", text, *tables])
+def seamless_tables(measured: Mapping[str, Any]) -> str:
+    return "\n".join(map(seamless_table, measured["results"]))
 
 
 def is_peer(way: str) -> bool:
     return way != "stock" and not way.startswith("fastgen")
 
 
-def peers_section(measured: Mapping[str, Any], words: Mapping[str, str]) -> str:
-    """Returns the seconds of each way, and why others have no figure."""
+def peers_tables(measured: Mapping[str, Any]) -> str:
+    """Returns the seconds of each way, and why some have no figure."""
+    words = workloads("generate")
     results = sorted(measured["results"], key=lambda result: [*words].index(result["case"]))
     versions, reasons = dict(measured.get("peer_versions", {})), {}
     for result in results:
@@ -202,7 +201,6 @@ def peers_section(measured: Mapping[str, Any], words: Mapping[str, str]) -> str:
     rows = [[", ".join(peers), cases, reason] for (cases, reason), peers in missing.items()]
     return "\n".join(
         [
-            f"## Peers, {cpu_name(measured)}\n",
             text,
             "In float32:\n",
             peer_table(results, words, same),
@@ -232,35 +230,83 @@ def peer_cell(result: Result, way: str) -> str:
     return f"{seconds} ({', '.join(notes)})" if notes else seconds
 
 
-def benchmark_tables() -> str:
-    words = workloads("generate")
-    constrained = (
+# The sections of docs/benchmarks.md: title, kind of results, text.
+QUESTIONS = (
+    (
+        "Calls of `generate`",
+        "generate",
+        "Beam search, sampling and greedy decoding of transformers. *CTranslate2*: the same call in that engine, in "
+        "float32.",
+    ),
+    (
+        "Common prefixes",
+        "prefix",
+        "Prompts that share their first tokens ([rollouts.md](rollouts.md#calls-with-a-common-prefix)); tokens are "
+        "equal.",
+    ),
+    (
+        "Repeated prompts",
+        "rollouts",
+        "Prompts that the caller repeats ([rollouts.md](rollouts.md)); 32 new tokens; completions are equal.",
+    ),
+    (
+        "Training steps",
+        "trainer",
+        "Log-probabilities of completions ([rollouts.md](rollouts.md#a-training-step)); results and gradients agree.",
+    ),
+    (
+        "lm-evaluation-harness",
+        "lm_eval",
+        "Tasks with shared examples, options or samples ([rollouts.md](rollouts.md#lm-evaluation-harness)); answers "
+        "are equal.",
+    ),
+    (
+        "Drafts",
+        "drafts",
+        "Outputs that copy parts of their input ([how-it-works.md](how-it-works.md#drafts)). A logits processor forces "
+        "the text of GPT-2 and Llama: runs of 4 to 40 tokens of the prompt, and other tokens. Tokens are equal. "
+        "*prompt lookup* is transformers' own. Last columns: how much faster fastgen is than "
+        "without drafts, and than stock.",
+    ),
+    (
+        "Constrained beam search",
+        "constrained",
         "Each output is one of 100,000 sequences ([constrained.md](constrained.md)). transformers uses a trie of "
         "dictionaries, fastgen a `PrefixTrie`. One input (Qwen-like: 300 tokens, T5: 256); all beams are returned. CPU "
         "time, one thread. *equal*: rows with stock's tokens. Scores agree to 1e-4; beams whose scores are closer than "
-        "that may swap."
-    )
-    repeated = "Prompts that the caller repeats ([rollouts.md](rollouts.md)); 32 new tokens; completions are equal."
-    common = "Common prefixes are computed and stored once ([how-it-works.md](how-it-works.md)); tokens are equal."
-    passes = (
-        "Log-probabilities of completions ([rollouts.md](rollouts.md#a-training-step)); results and gradients agree."
-    )
-    tasks = "Tasks with shared examples, options or samples ([rollouts.md](rollouts.md)); answers are equal."
-    return "\n".join(
-        [
-            *section("transformers", "generate"),
-            *section("fairseq", "fairseq"),
-            *(peers_section(measured, words) for measured in read("peers")),
-            *map(mqa_section, read("mqa")),
-            *section("Constrained beam search", "constrained", paragraph(constrained) + "\n"),
-            *section("Repeated prompts", "rollouts", paragraph(repeated) + "\n"),
-            *map(drafts_section, read("drafts")),
-            *section("Training steps", "trainer", paragraph(passes) + "\n"),
-            *section("Prompts that begin alike", "prefix", paragraph(common) + "\n"),
-            *section("lm-evaluation-harness", "lm_eval", paragraph(tasks) + "\n"),
-            *map(seamless_section, read("seamless")),
-        ]
-    )
+        "that may swap.",
+    ),
+    ("fairseq", "fairseq", "Calls of fairseq's generator ([fairseq.md](fairseq.md)); tokens are equal."),
+    (
+        "Multi-query Transformers",
+        "mqa",
+        "Microseconds per token, without fastgen → with it ([models.md](models.md#multi-query-transformer)). Last "
+        "column: how much faster the model is with fastgen than multi-head attention without it.",
+    ),
+    (
+        "Seamless M4T",
+        "seamless",
+        "Speech to speech, one input of 10 s, beam 5 ([speech.md](speech.md#seamless-m4t)).",
+    ),
+    (
+        "Other engines",
+        "peers",
+        "The same weights, lengths and threads in other engines, called *peers*, in the same turns. In brackets: rows "
+        "with stock's tokens, if nothing is sampled. **Bold**: faster than fastgen in float32. [Compared "
+        "with](compared-with.md) says when to use them instead.",
+    ),
+)
+# Tables of kinds whose results are not those of a workload.
+ANSWERS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "drafts": drafts_table,
+    "mqa": mqa_table,
+    "seamless": seamless_tables,
+    "peers": peers_tables,
+}
+
+
+def benchmark_tables() -> str:
+    return "\n".join(text for texts in QUESTIONS for text in question(*texts))
 
 
 def results_of(parts: Parts, *names: str) -> list[dict[str, Any]]:
@@ -397,10 +443,10 @@ def draw(path: Path) -> None:
     for number, machine in enumerate(machines):
         ratios = {result["case"]: stock_ratio(result) for result in machine["results"]}
         lines = [line for line, name in enumerate(names) if name in ratios]
-        places = [line * step + heading + (number + 0.5) * thickness for line in lines]
+        heights = [line * step + heading + (number + 0.5) * thickness for line in lines]
         values = [ratios[names[line]] for line in lines]
         style = {"color": COLOURS[number % len(COLOURS)], "label": cpu_name(machine)}
-        bars = panel.barh(places, values, 0.9 * thickness, **style)
+        bars = panel.barh(heights, values, 0.9 * thickness, **style)
         panel.bar_label(bars, fmt="%.1f×", padding=3, fontsize=10)
     for line, name in enumerate(names):
         panel.text(0, line * step + heading - 0.04, words[name], verticalalignment="bottom")

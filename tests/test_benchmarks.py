@@ -205,7 +205,12 @@ def test_new_results_of_all_cases_make_tables(run, monkeypatch, tmp_path):
         path.write_text(json.dumps(data))
         (tmp_path / "results.json").unlink()
     text = report.benchmark_tables()
-    assert "## transformers, " in text and "| BART-base, 4 × 512 tokens" in text and "8 rows each" in text
+    assert (
+        "## Calls of `generate`\n" in text
+        and "\n### " in text
+        and "| BART-base, 4 × 512 tokens" in text
+        and "8 rows each" in text
+    )
     assert "| T5 | 12L-12L-768 |" in report.paper_tables()
 
 

@@ -84,7 +84,7 @@ Exact match, the whole output letter by letter, of the stored weights in float32
 ## Limits
 
 The held-out lines come from the same rules as the training lines. The model knows the words, names and sentence
-patterns of these rules, and no others: expect mistakes on free text, on words outside the lists in `slots.py`, on
+patterns of these rules only: expect mistakes on free text, on words outside the lists in `slots.py`, on
 numbers of other sizes and on lines much longer than those of `sample.txt`. It is meant for trying out and testing
 generation, not for reading text aloud.
 """

@@ -18,8 +18,8 @@ SANITIZER := compute-sanitizer --error-exitcode 1 --report-api-errors no
 WITH_DOTS = while sleep 5 && kill -0 $$$$ 2> /dev/null; do printf .; done & dots=$$!; \
 	$(1); status=$$?; kill $$dots; echo; exit $$status
 
-# The folders whose docstrings and names tools/words.py checks.
-WORDS_CHECKED := fastgen tests tools benchmarks examples setup.py
+# Where tools/words.py checks docstrings and names of Python files, and words of pages and of comments in C++.
+WORDS_CHECKED := fastgen tests tools benchmarks examples setup.py csrc docs changelog.d README.md CONTRIBUTING.md CHANGELOG.md
 
 # Makes the wheel for a machine of this kind of the sources in dist. auditwheel asks Python for the machine that it runs on.
 AUDITWHEEL = import platform, sys; platform.machine = lambda: '$(1)'; from auditwheel.main import main; sys.exit(main())

@@ -1,10 +1,10 @@
-"""`tools/words.py`: which docstrings, names and tests it finds, and which it leaves alone."""
+"""`tools/words.py`: which docstrings, names, tests and words of pages it finds, and which it leaves alone."""
 
 from __future__ import annotations
 
 import pytest
 
-from tools.words import check, main
+from tools.words import check, check_comments, check_page, count_words, main
 
 
 @pytest.mark.parametrize("word", ["Of", "As", "Those", "That"])
@@ -62,3 +62,82 @@ def test_words_prints_places_and_exits_with_status_1(tmp_path, capsys):
     assert capsys.readouterr().out.startswith(f"{file}:2: `found` says nothing")
     (tmp_path / "empty").mkdir()
     assert main([str(tmp_path / "empty")]) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "the place of the token",
+        "requests that are asked for",
+        "it does not stop the others",
+        "units of so many rows",
+        "a graph with as many rows",
+        "one row stands for equal rows",
+        "Whisper hears 30 seconds",
+        "a change is tried with these tests",
+        "a row of which the mask is hidden",
+        "where a class is no module",
+        "prompts that begin alike",
+        "the call goes on",
+        "1.1 to 2.3 times as fast",
+        "it is 3.2 times as fast",
+        "However many inputs fail",
+        "the token that stands\nfor the prompt",
+    ],
+)
+def test_words_of_a_dialect_are_findings_in_pages_and_comments(text):
+    [(line, advice)] = check_page(f"# Title\n\n{text}\n")
+    assert line == 3 and ": write " in advice
+    commented = "// ".join(["", *text.splitlines(keepends=True)])
+    [(line, _)] = check_comments(f"int first = 1;\n{commented}\n")
+    assert line == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "written in place",
+        "in place of a copy",
+        "threads wait for each other",
+        "there is no network",
+        "its weights are no longer equal",
+        "as many as there are beams",
+        "`is no place for others`",
+        "[a link](place.md#others)",
+        "```bash\necho others\n```",
+        "<!-- measured -->\nother engines, others\n<!-- end -->",
+    ],
+)
+def test_plain_words_and_code_are_no_findings_in_pages(text):
+    assert check_page(text) == []
+
+
+def test_code_of_kernels_may_use_any_word():
+    assert check_comments("int64_t place = others; // index\n") == []
+
+
+def test_words_reads_pages_and_kernels_of_a_folder(tmp_path, capsys):
+    for name, text in (("page.md", "a place\n"), ("kernel.cpp", "// a place\n"), ("data.json", "a place\n")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert main([str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[0] for line in lines] == [f"{tmp_path}/kernel.cpp:1", f"{tmp_path}/page.md:1"]
+
+
+def test_counts_of_words_in_python_are_no_findings(tmp_path, capsys):
+    source = (
+        "for one in [each for each in rows]:\n"
+        "    before = place_of(one)  # the place of others\n"
+        "    memory = in_place(before)\n"
+    )
+    counts = count_words([source])
+    assert counts == {
+        "place": 2,
+        "others": 1,
+        "one (loop variable)": 1,
+        "each (loop variable)": 1,
+        "before (name)": 1,
+    }
+    (tmp_path / "module.py").write_text(source, encoding="utf-8")
+    assert main(["--counts", str(tmp_path)]) == 0
+    assert "     2 place\n" in capsys.readouterr().out

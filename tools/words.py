@@ -1,21 +1,54 @@
-"""Checks the words of Python files: how docstrings open, names that name nothing, how long names of tests are.
+"""Checks words: of Python files their docstrings, names and tests; of pages and of comments in C++ the plain words.
 
-    python tools/words.py fastgen tests tools
+    python tools/words.py fastgen tests docs csrc README.md
+    python tools/words.py --counts fastgen tools
 
-Prints a line for each finding, with what to write instead, and exits with status 1 if there is any. Comprehensions may
-bind any name, because their variables end on the same line. Keywords of calls are not bound by the caller.
+Prints a line for each finding, with what to write instead, and exits with status 1 if there is any. In Python,
+comprehensions may bind any name, because their variables end on the same line, and keywords of calls are not bound by
+the caller. In a page, code and what is generated between two markers are not read.
+
+With --counts it prints instead how often Python files use words of `COUNTED`, which are not findings.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 OPENINGS = ("Of", "As", "Those", "That")
 NAMES = frozenset({"found", "given", "known", "made", "kept", "one"})
 MOST_CHARACTERS = 60
+
+# Words of a dialect that the documentation of transformers or vLLM would not use, and what to write instead.
+PLAIN = (
+    (r"(?<!in )(?<!in-)(?<!takes )places?", "index, position, slot, file"),
+    (r"asked", "requested"),
+    (r"(?<!each )others", "the rest, the other rows"),
+    (r"(so|as) (many|few)(?! as)", "n rows, the same number of rows"),
+    (r"(stands?|stood) for", "represents, replaces"),
+    (r"(hears?|heard)", "processes"),
+    (r"(is|are) tried with", "run … for a change in …"),
+    (r"of which|of equal ones", "repeat the noun, or begin a sentence"),
+    (r"(?<!there )(is|are|was|were) no(?! longer| more)", "is not a …, has no …"),
+    (r"(?<!how )(?<!as )(begin|begins|are|is|look) alike", "have a common prefix, are equal"),
+    (r"(goes|go|went|going) on", "continues"),
+    (r"(is|are) gone", "was removed, has ended"),
+    (r"however many", "even if all"),
+    (r"\d[\d.]* to [\d.]*\d times|\d times as \w+|\d times the speed", "1.1–2.3×"),
+)
+PLAIN_WORDS = [(re.compile(rf"(?<![\w`-])({words})(?![\w`-])", re.IGNORECASE), better) for words, better in PLAIN]
+CODE = re.compile(r"`[^`\n]*`|\]\([^)\n]*\)|https?://\S+")
+BEGIN_GENERATED = re.compile(r"<!-- (tools/generated_pages\.py|measured|make matrix|gpu-check: begin) -->")
+END_GENERATED = re.compile(r"<!-- (end|end of make matrix|gpu-check: end) -->")
+
+# Words that --counts counts in Python files: anywhere, as loop variables, as names of any variable.
+COUNTED = ("place", "asked", "others", "so many", "stands for", "hears", "of which")
+LOOP_VARIABLES = ("one", "each")
+TIMES = ("before", "after", "earlier", "later")
 
 Finding = tuple[int, str]
 Documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -23,23 +56,38 @@ Functions = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def main(arguments: list[str]) -> int:
-    files = sorted({file for argument in arguments for file in python_files(Path(argument))})
+    counts = "--counts" in arguments
+    names = [argument for argument in arguments if argument != "--counts"]
+    files = sorted({file for name in names for file in checked_files(Path(name)) if not counts or is_python(file)})
     if not files:
-        print(f"no Python files in {' '.join(arguments) or 'no folder'}: name files or folders to check")
+        accepted = "Python files" if counts else f"files that end in {', '.join(CHECKS)}"
+        print(f"no files to check in {' '.join(names) or 'no folder'} (accepted: {accepted}, or folders of these)")
         return 2
-    findings = [(file, line, text) for file in files for line, text in check(file.read_text(encoding="utf-8"))]
+    texts = {file: file.read_text(encoding="utf-8") for file in files}
+    if counts:
+        for word, count in count_words(texts.values()).most_common():
+            print(f"{count:6} {word}")
+        return 0
+    findings = [(file, line, text) for file in files for line, text in CHECKS[file.suffix](texts[file])]
     for file, line, text in findings:
         print(f"{file}:{line}: {text}")
     return 1 if findings else 0
 
 
-def python_files(path: Path) -> list[Path]:
-    """Returns `path` itself, or the Python files in it and in its folders."""
-    return sorted(path.rglob("*.py")) if path.is_dir() else [path]
+def checked_files(path: Path) -> list[Path]:
+    """Returns `path` itself, or the files in it and in its folders that have a check."""
+    return sorted(file for file in path.rglob("*") if file.suffix in CHECKS) if path.is_dir() else [path]
+
+
+def is_python(file: Path) -> bool:
+    return file.suffix == ".py"
+
+
+# Python.
 
 
 def check(source: str) -> list[Finding]:
-    """Returns the findings in one file's source, by line."""
+    """Returns the findings in one Python file's source, by line."""
     tree = ast.parse(source)
     return sorted({*openings(tree), *bound_names(tree), *names_of_tests(tree)})
 
@@ -89,6 +137,61 @@ def names_of_tests(tree: ast.Module) -> Iterator[Finding]:
         if isinstance(node, Functions) and node.name.startswith("test_") and len(node.name) > MOST_CHARACTERS:
             text = f"test name of {len(node.name)} characters: write a claim of at most {MOST_CHARACTERS}"
             yield node.lineno, text
+
+
+def count_words(sources: Iterable[str]) -> Counter[str]:
+    """Returns how often Python sources use the words of `COUNTED`, and bind those of the other two lists."""
+    words = {word: re.compile(rf"(?<![a-z])(?<!in[ _-]){word}(?![a-rt-z])", re.IGNORECASE) for word in COUNTED}
+    counts: Counter[str] = Counter()
+    for source in sources:
+        counts.update({word: len(pattern.findall(source)) for word, pattern in words.items()})
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+                loop = [name.id for name in ast.walk(node.target) if isinstance(name, ast.Name)]
+                counts.update(f"{name} (loop variable)" for name in loop if name in LOOP_VARIABLES)
+            counts.update(f"{name} (name)" for _, name in names_bound_by(node) if name.strip("_") in TIMES)
+    return +counts
+
+
+# Prose.
+
+
+def check_page(text: str) -> list[Finding]:
+    """Returns the findings in a Markdown page, outside of code and of what is generated between markers."""
+    lines, in_code, is_generated = [], False, False
+    for line in text.splitlines():
+        is_fence = line.lstrip().startswith("```")
+        in_code ^= is_fence
+        is_generated = not END_GENERATED.search(line) and (is_generated or bool(BEGIN_GENERATED.search(line)))
+        lines.append("" if is_fence or in_code or is_generated else line)
+    return plain_words(lines)
+
+
+def check_comments(text: str) -> list[Finding]:
+    """Returns the findings in the comments of a C++ file."""
+    return plain_words(line.partition("//")[2] for line in text.splitlines())
+
+
+def plain_words(lines: Iterable[str]) -> list[Finding]:
+    """Returns the words of `PLAIN` in the lines, also where a line breaks between two of them."""
+    texts = [CODE.sub(lambda code: "`" + " " * (len(code[0]) - 2) + "`", line).rstrip() for line in lines]
+    joined = " ".join(text.lstrip() for text in texts)
+    starts = [0]
+    for text in texts:
+        starts.append(starts[-1] + len(text.lstrip()) + 1)
+    findings = []
+    for pattern, better in PLAIN_WORDS:
+        for match in pattern.finditer(joined):
+            line = sum(start <= match.start() for start in starts)
+            findings.append((line, f'"{match[0]}": write {better}'))
+    return sorted(findings)
+
+
+CHECKS: dict[str, Callable[[str], list[Finding]]] = {
+    ".py": check,
+    ".md": check_page,
+    **dict.fromkeys((".h", ".cpp", ".cu"), check_comments),
+}
 
 
 if __name__ == "__main__":

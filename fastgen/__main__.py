@@ -131,6 +131,7 @@ def run_module(module: str, *args: str) -> None:
 
 def report() -> str:
     """Returns versions, patches and kernels in one screen; imports the installed hosts, so that states are final."""
+    notice = PATCH_SET.take_notice()
     errors = _import_hosts()
     PATCH_SET.load_replacements()
     versions = [f"fastgen {fastgen.__version__}", f"Python {platform.python_version()}"]
@@ -141,6 +142,8 @@ def report() -> str:
     ]
     kernels = [(name, *_usable_and_not(listed)) for name, listed in ops.kernels().items()]
     head = [", ".join(versions), *_source_tree(Path(fastgen.__file__).parents[1]), *_build_of_kernels(), *_rates()]
+    if notice:
+        head.insert(1, notice)
     return "\n".join([*head, "", "Patches", repr(states), "", "Kernels", table(kernels)])
 
 

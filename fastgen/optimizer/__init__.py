@@ -7,6 +7,7 @@ from fastgen.config import CONFIG
 from fastgen.models import LOWEST
 from fastgen.optimizer import fairseq, transformers
 from fastgen.patching import Patch, PatchSet
+from fastgen.patching.namesakes import notice
 
 _LM_EVAL = Patch(
     "lm_eval.log_likelihoods",
@@ -41,4 +42,4 @@ _TRL = (
 
 PATCHES = (*transformers.PATCHES, *fairseq.PATCHES, _LM_EVAL, *_TRL)
 
-PATCH_SET = PatchSet(PATCHES, is_strict=lambda: CONFIG.strict)
+PATCH_SET = PatchSet(PATCHES, is_strict=lambda: CONFIG.strict, notice=notice)

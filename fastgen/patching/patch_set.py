@@ -73,11 +73,19 @@ class _Record:
 class PatchSet:
     """Applies and reverts `patches`; every method may be called twice, and from any thread.
 
+    notice: returns a line that is logged as a warning when the first patch is applied, or an empty string.
     direct: the patches that replace the host's own function, not one that another library has put there.
     """
 
-    def __init__(self, patches: Iterable[Patch], *, is_strict: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        patches: Iterable[Patch],
+        *,
+        is_strict: Callable[[], bool] = lambda: False,
+        notice: Callable[[], str] = lambda: "",
+    ) -> None:
         self._is_strict = is_strict
+        self._notice: Callable[[], str] | None = notice
         self.direct: set[str] = set()
         self._groups: dict[str, list[_Record]] = {}
         self._by_name: dict[str, _Record] = {}
@@ -182,6 +190,11 @@ class PatchSet:
                 PatchState(r.patch.name, r.patch.group, r.state, self._reason(r), r.patch.host) for r in records
             )
 
+    def take_notice(self) -> str:
+        """Returns the notice the first time, then an empty string: it is shown once."""
+        notice, self._notice = self._notice, None
+        return notice() if notice else ""
+
     def _reason(self, record: _Record) -> str:
         if self._everywhere or record.state != "applied":
             return record.reason
@@ -240,6 +253,8 @@ class PatchSet:
                 self.direct.discard(record.patch.name)
             record.set("applied", "")
             logger.debug("fastgen applied %s", record.patch.name)
+        if text := self.take_notice():
+            logger.warning("%s", text)
 
     def _targets_of(self, group: str) -> list[tuple[_Record, Target]]:
         """Returns the target of each patch; none, with a warning, if one is missing: a group is applied all or none."""

@@ -22,8 +22,11 @@ OTHERS = {
     "README.md": ["tests/test_docs.py", "tests/test_tutorials.py"],
     "CONTRIBUTING.md": ["tests/test_docs.py"],
     "examples/": ["tests/test_examples.py"],
+    "examples/fastgen.ipynb": ["tests/test_notebook.py"],
     "benchmarks/": ["tests/test_benchmarks.py", "tests/test_peers.py"],
     "tools/": ["tests/test_demo.py", "tests/test_changed_tests.py", "tests/test_gpu_check.py"],
+    "tools/words.py": ["tests/test_words.py"],
+    "tools/commit_message.py": ["tests/test_commit_message.py"],
 }
 
 

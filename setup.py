@@ -91,7 +91,8 @@ def kernel(name, source, **options):
 
 def simd(instructions, *flags):
     """Registers as vectors, which Microsoft's compiler does not know, for one instruction set."""
-    names = ("skinny_gemm", "few_queries", "flash_attention", "rms_norm", "lookup", "beam_top_k", "move_rows")
+    names = ("skinny_gemm", "few_queries", "flash_attention", "layer_norm", "rms_norm", "lookup")
+    names += ("beam_top_k", "move_rows")
     return Extension(
         f"fastgen.ops._{instructions}",
         [f"csrc/{name}.cpp" for name in names],

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from fastgen.ops import cpu_attention, cpu_linear, lookup, rms_norm, simd
+from fastgen.ops import cpu_attention, cpu_linear, layer_norm, lookup, rms_norm, simd
 from fastgen.ops.fusion import fused
 from fastgen.ops.tracing import Diverged, Memory, NotRepeatable, TracedCall, Tracer, memories_of, memory_of
 
@@ -47,7 +47,7 @@ def capture(function: Callable[[], Any]) -> tuple[Callable[[], Any], int, set[Me
         raise NotRepeatable("it draws random numbers")
     returned = memories_of(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
     calls = _without_repeats(_without_unused(tracer.calls, returned), returned)
-    calls = fused(calls, output, [*rms_norm.fusions(), *cpu_linear.fusions()])
+    calls = fused(calls, output, [*rms_norm.fusions(), *cpu_linear.fusions(), *layer_norm.fusions()])
     needed, constant = _needed(calls)
     share_buffers(calls, returned | constant)
     storages = [tensor.untyped_storage() for call in needed for tensor in call.outputs if not call.writes]
@@ -159,6 +159,7 @@ _KERNELS: dict[str, Callable[..., partial[None]]] = {
     cpu_linear.SKINNY_LINEAR: cpu_linear.product_into,
     cpu_attention.FEW_QUERIES: cpu_attention.call_into,
     rms_norm.OPERATION: rms_norm.call_into,
+    layer_norm.OPERATION: layer_norm.call_into,
     lookup.OPERATION: lookup.call_into,
 }
 

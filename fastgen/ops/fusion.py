@@ -2,10 +2,11 @@
 
     Op(mul, (Op(rsqrt, …), Name("weight")), commutes=True)      arguments of a call are patterns again
 
-A match is replaced if nothing outside uses its intermediate results, and no call writes between its first and its last
-one. A pattern says what is computed; its `Fusion.replace` says whether the kernel supports these tensors.
+A match is replaced if nothing outside uses its intermediate results, no call writes between its first and its last
+one, and none of its calls is part of an earlier match. A pattern says what is computed; its `Fusion.replace` says
+whether the kernel supports these tensors.
 
-Tests: tests/ops/test_rms_norm.py, tests/ops/test_skinny_gemm.py
+Tests: tests/ops/test_rms_norm.py, tests/ops/test_layer_norm.py, tests/ops/test_cpu_graph.py
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def fused(calls: list[TracedCall], output: Any, fusions: Sequence[Fusion]) -> li
         for fusion in fusions:
             if call.operation in fusion.pattern.operations:
                 match, replacement = matcher.replacement_of(number, fusion)
-                if match is not None and replacement is not None:
+                if match is not None and replacement is not None and not match.parts & (replacements.keys() | removed):
                     replacements[number] = replacement
                     removed |= match.parts - {number}
                     break

@@ -1,12 +1,13 @@
 """The C++ kernels of `csrc/` that compute in registers, built together for each instruction set.
 
-They are in `csrc/skinny_gemm.cpp`, `few_queries.cpp`, `flash_attention.cpp`, `rms_norm.cpp`, `lookup.cpp`,
-`beam_top_k.cpp` and `move_rows.cpp`.
+They are in `csrc/skinny_gemm.cpp`, `few_queries.cpp`, `flash_attention.cpp`, `layer_norm.cpp`, `rms_norm.cpp`,
+`lookup.cpp`, `beam_top_k.cpp` and `move_rows.cpp`.
 
 Builds for aarch64 were tested in an emulator, never timed.
 
 Tests: tests/ops/test_simd_builds.py, tests/ops/test_skinny_gemm.py, tests/ops/test_attention_kernels.py,
-tests/ops/test_rms_norm.py, tests/ops/test_lookup.py, tests/ops/test_beam_top_k.py, tests/ops/test_move_rows.py
+tests/ops/test_layer_norm.py, tests/ops/test_rms_norm.py, tests/ops/test_lookup.py,
+tests/ops/test_beam_top_k.py, tests/ops/test_move_rows.py
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from simd_kernels import torch_threads
 from torch import Tensor
 from torch.nn import functional
 
-from fastgen.ops import beams, cpu_linear, lookup, rms_norm, simd
+from fastgen.ops import beams, cpu_linear, layer_norm, lookup, rms_norm, simd
 from fastgen.ops.kernel import tolerance
 from fastgen.ops.no_repeat_ngram import kernels as ngram_kernels
 from fastgen.ops.no_repeat_ngram import reference
@@ -169,6 +169,19 @@ def _norms() -> Iterator[KernelCase]:
             yield _case(lambda them=(states, weight): rms_norm._rms_norm(*them, 1e-6), [states, weight], expected)
 
 
+def _layer_norms() -> Iterator[KernelCase]:
+    for number, (rows, width) in enumerate(((1, 1), (2, 7), (3, 8), (17, 33), (5, 768))):
+        for dtype in simd.DTYPES:
+            states, added = (torch.randn(rows, width).to(dtype) for _ in range(2))
+            weight, bias = (torch.randn(width).to(dtype) for _ in range(2))
+            others = added if number % 2 else None
+            wide = (states if others is None else states + others).double()
+            expected = functional.layer_norm(wide, (width,), weight.double(), bias.double())
+            inputs = [states, weight, bias, *([] if others is None else [others])]
+            arguments = states, weight, bias, 1e-5, others
+            yield _case(lambda them=arguments: layer_norm._layer_norm(*them), inputs, expected)
+
+
 def _exact() -> Iterator[KernelCase]:
     """Tables, rows that change places, candidates of beams and bans of n-grams: the bits of torch."""
     table = torch.randn(1 << 16).to(torch.bfloat16)
@@ -202,7 +215,7 @@ def all_cases() -> list[KernelCase]:
     """Returns new cases, the same each time."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return [*_products(), *_attentions(), *_norms(), *_exact()]
+        return [*_products(), *_attentions(), *_layer_norms(), *_norms(), *_exact()]
 
 
 def run_cases(driver: Sequence[str | Path], cases: Sequence[KernelCase], folder: Path) -> None:

@@ -30,6 +30,7 @@ OF_EACH_TYPE(fastgen_skinny_gemm, void *, void *, void *, void *, void *, int64_
              int32_t)
 OF_EACH_TYPE(fastgen_few_queries, void *, void *, float, int32_t)
 OF_EACH_TYPE(fastgen_flash_attention, void *, void *, float, int32_t)
+OF_EACH_TYPE(fastgen_layer_norm, void *, void *, void *, void *, void *, int64_t, int64_t, float, int32_t)
 OF_EACH_TYPE(fastgen_rms_norm, void *, void *, void *, int64_t, int64_t, float, int32_t)
 extern "C" {
 void fastgen_lookup(void *, void *, void *, int64_t, int32_t);
@@ -121,6 +122,7 @@ const std::map<std::string, Call> KERNELS = {
     ENTRIES(fastgen_skinny_gemm),
     ENTRIES(fastgen_few_queries),
     ENTRIES(fastgen_flash_attention),
+    ENTRIES(fastgen_layer_norm),
     ENTRIES(fastgen_rms_norm),
     ENTRY(fastgen_lookup),
     ENTRY(fastgen_move_rows),

@@ -40,6 +40,7 @@ from fastgen.optimizer.decoding.faster_forwards import (
     faster_forwards,
     linears,
     multiply,
+    norms,
     should_swap,
 )
 from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, Reason
@@ -126,7 +127,7 @@ def _tiny_reasons(
     return [TOO_SMALL] if is_tiny and not should_swap(costs, size, steps) else []
 
 
-# Faster forwards: products of `nn.Linear` and GPT-2's `Conv1D`, and its GELU.
+# Faster forwards: products of `nn.Linear` and GPT-2's `Conv1D`, layer norms and GPT-2's GELU.
 
 
 def swap_forwards(
@@ -197,7 +198,7 @@ def forwards() -> dict[type[nn.Module], Forward]:
     products = linears()
     if products and isinstance(torch.addmm, BuiltinFunctionType):
         products[Conv1D] = partial(multiply, is_transposed=True)  # in GPT-2
-    return {NewGELUActivation: new_gelu, **products}
+    return {NewGELUActivation: new_gelu, **norms(), **products}
 
 
 def new_gelu(forward: FasterForward, input: Tensor, call: GenerateCall) -> Tensor | None:

@@ -91,12 +91,12 @@ def kernel(name, source, **options):
 
 def simd(instructions, *flags):
     """Registers as vectors, which Microsoft's compiler does not know, for one instruction set."""
-    names = ("skinny_gemm", "few_queries", "flash_attention", "layer_norm", "rms_norm", "lookup")
+    names = ("skinny_gemm", "few_queries", "flash_attention", "layer_norm", "rms_norm", "gelu", "lookup")
     names += ("beam_top_k", "move_rows")
     return Extension(
         f"fastgen.ops._{instructions}",
         [f"csrc/{name}.cpp" for name in names],
-        depends=["csrc/vectors.h", "csrc/attention.h"],
+        depends=["csrc/vectors.h", "csrc/attention.h", "csrc/gelu.h"],
         optional=True,
         extra_compile_args=["-O3", "-g0", "-std=c++17", "-ffp-contract=fast", *flags],
     )

@@ -1,12 +1,12 @@
 // rows @ weight^T + bias for a few rows and weights larger than the caches, as in a decode step, optionally followed
-// by ReLU or by the sum with other rows. In fp32, and in bf16 and fp16 with sums in fp32.
+// by ReLU or GELU, or by the sum with other rows. In fp32, and in bf16 and fp16 with sums in fp32.
 //
 // Libraries for large matrices pack a weight before they use it, which costs as much as such a product. Here it is
 // read once, in place; the next part is prefetched while the current one is used, so reading is free if there is
 // enough to compute. The order of each sum does not depend on the number of rows, columns and threads. Built once for
 // each instruction set, see vectors.h.
 
-#include "vectors.h"
+#include "gelu.h"
 
 namespace {
 
@@ -65,14 +65,15 @@ struct Product {
     const typename F::Number *added;  // [row_count, out_features] or null
     typename F::Number *output;       // [row_count, out_features]
     int64_t row_count, in_features, out_features;
-    bool is_transposed, is_rectified;
+    bool is_transposed;
+    int32_t activation; // an Activation
 
-    // Writes WIDE elements of the output from `place` on. The sum is rounded before other rows are added to it, as if
+    // Writes WIDE elements of the output from `place` on. The sum is rounded before anything is computed from it, as if
     // it had been stored.
     template <int WIDE>
     void finish(Eight numbers, int64_t place) const {
-        if (is_rectified) numbers = numbers < 0 ? Eight{} : numbers;
         auto stored = in_format(numbers, output);
+        if (activation) stored = in_format(activated(from_format(stored, output), activation), output);
         if (added) {
             auto others = stored;
             memcpy(&others, added + place, WIDE * sizeof *output);
@@ -366,28 +367,28 @@ extern "C" void fastgen_threads(void *run, void *number, void *count) {
 
 extern "C" void fastgen_skinny_gemm(const float *rows, const float *weight, const float *bias, const float *added,
                                     float *output, int64_t row_count, int64_t in_features, int64_t out_features,
-                                    int32_t is_transposed, int32_t is_rectified, int32_t threads) {
+                                    int32_t is_transposed, int32_t activation, int32_t threads) {
     multiply_in<Single<float>>(threads, {rows, weight, bias, added, output, row_count, in_features, out_features,
-                                         is_transposed != 0, is_rectified != 0});
+                                         is_transposed != 0, activation});
 }
 
 extern "C" void fastgen_skinny_gemm_bf16(const Bf16 *rows, const Bf16 *weight, const Bf16 *bias, const Bf16 *added,
                                          Bf16 *output, int64_t row_count, int64_t in_features, int64_t out_features,
-                                         int32_t is_transposed, int32_t is_rectified, int32_t threads) {
+                                         int32_t is_transposed, int32_t activation, int32_t threads) {
 #ifdef HAS_BF16_DOTS
     if (in_features % 2 == 0)
         return multiply_in<Paired>(threads, {rows, weight, bias, added, output, row_count, in_features, out_features,
-                                             is_transposed != 0, is_rectified != 0});
+                                             is_transposed != 0, activation});
 #endif
-    multiply_widened<Bf16>(threads, rows,
-                           {nullptr, weight, bias, added, output, row_count, in_features, out_features,
-                            is_transposed != 0, is_rectified != 0});
+    multiply_widened<Bf16>(
+        threads, rows,
+        {nullptr, weight, bias, added, output, row_count, in_features, out_features, is_transposed != 0, activation});
 }
 
 extern "C" void fastgen_skinny_gemm_fp16(const Fp16 *rows, const Fp16 *weight, const Fp16 *bias, const Fp16 *added,
                                          Fp16 *output, int64_t row_count, int64_t in_features, int64_t out_features,
-                                         int32_t is_transposed, int32_t is_rectified, int32_t threads) {
-    multiply_widened<Fp16>(threads, rows,
-                           {nullptr, weight, bias, added, output, row_count, in_features, out_features,
-                            is_transposed != 0, is_rectified != 0});
+                                         int32_t is_transposed, int32_t activation, int32_t threads) {
+    multiply_widened<Fp16>(
+        threads, rows,
+        {nullptr, weight, bias, added, output, row_count, in_features, out_features, is_transposed != 0, activation});
 }

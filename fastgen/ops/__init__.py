@@ -21,6 +21,7 @@ OPERATIONS = {
     "flash attention": "cpu_attention",
     "cpu linear": "cpu_linear",
     "fused activation": "lookup",
+    "GELU": "gelu",
     "layer norm": "layer_norm",
     "RMS norm": "rms_norm",
     "beam top k": "beams",

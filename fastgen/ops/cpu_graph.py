@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from fastgen.ops import cpu_attention, cpu_linear, layer_norm, lookup, rms_norm, simd
+from fastgen.ops import cpu_attention, cpu_linear, gelu, layer_norm, lookup, rms_norm, simd
 from fastgen.ops.fusion import fused
 from fastgen.ops.tracing import Diverged, Memory, NotRepeatable, TracedCall, Tracer, memories_of, memory_of
 
@@ -160,6 +160,7 @@ _KERNELS: dict[str, Callable[..., partial[None]]] = {
     cpu_attention.FEW_QUERIES: cpu_attention.call_into,
     rms_norm.OPERATION: rms_norm.call_into,
     layer_norm.OPERATION: layer_norm.call_into,
+    gelu.OPERATION: gelu.call_into,
     lookup.OPERATION: lookup.call_into,
 }
 

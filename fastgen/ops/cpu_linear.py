@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fastgen.ops import measurements, simd
 from fastgen.ops.fusion import Fusion, Name, Op, Values
+from fastgen.ops.gelu import ACTIVATIONS, GELU, RELU
 from fastgen.ops.kernel import Kernel, tolerance
 from fastgen.ops.tracing import TracedCall, is_transformed
 
@@ -69,10 +70,10 @@ def skinny_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 def _skinny_linear(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None, is_rectified: bool = False
+    rows: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None, activation: str = ""
 ) -> Tensor:
     output = rows.new_empty((*rows.shape[:-1], weight.shape[0]))
-    product_into(output, rows, weight, bias, added, is_rectified, Tensor.data_ptr)()
+    product_into(output, rows, weight, bias, added, activation, Tensor.data_ptr)()
     return output
 
 
@@ -82,12 +83,13 @@ def product_into(
     weight: Tensor,
     bias: Tensor | None,
     added: Tensor | None = None,
-    is_rectified: bool = False,
+    activation: str = "",
     address_of: Callable[[Tensor], Any] = simd.Address,
 ) -> partial[None]:
     """Returns a call that writes the product into `output`, `[…, out_features]`.
 
-    is_rectified: applies relu to the output. added: a contiguous tensor of the output's shape, added to it at the end.
+    activation: one of `ACTIVATIONS`, applied to the product. added: a contiguous tensor of the output's shape, added to
+    it at the end.
     address_of: returns the address of weight or bias, which may move between two replays, but not change.
     """
     out_features, in_features = weight.shape
@@ -96,19 +98,19 @@ def product_into(
     others = None if added is None else added.data_ptr()
     outputs = output.data_ptr()
     sizes = rows.numel() // in_features, in_features, out_features
-    options = not weight.is_contiguous(), is_rectified, torch.get_num_threads()
+    options = not weight.is_contiguous(), ACTIVATIONS.index(activation), torch.get_num_threads()
     return partial(function, rows.data_ptr(), *parameters, others, outputs, *sizes, *options)
 
 
 _LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
 _LIBRARY.define(
-    "skinny_linear(Tensor rows, Tensor weight, Tensor? bias, Tensor? added=None, bool is_rectified=False) -> Tensor"
+    "skinny_linear(Tensor rows, Tensor weight, Tensor? bias, Tensor? added=None, str activation='') -> Tensor"
 )
 _LIBRARY.impl("skinny_linear", _skinny_linear, "CPU")
 
 
 def _fake(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None, is_rectified: bool = False
+    rows: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None, activation: str = ""
 ) -> Tensor:
     return rows.new_empty((*rows.shape[:-1], weight.shape[0]))
 
@@ -116,8 +118,12 @@ def _fake(
 torch.library.register_fake(SKINNY_LINEAR, _fake, lib=_LIBRARY)
 
 
+# Operations of torch without an argument that are an activation.
+_ACTIVATIONS = {torch.ops.aten.relu.default: RELU, torch.ops.aten.gelu.default: GELU}
+
+
 def _replacement(values: Values, last: TracedCall) -> TracedCall | None:
-    """Returns a product with the relu, or the sum with other rows, that follows it."""
+    """Returns a product with the activation, or the sum with other rows, that follows it."""
     product = values["product"]
     added = values.get("added")
     if added is not None:
@@ -126,18 +132,20 @@ def _replacement(values: Values, last: TracedCall) -> TracedCall | None:
             return None
     rows, weight, bias = values["rows"], values["weight"], values["bias"]
     read = [tensor for tensor in (rows, weight, bias, added) if tensor is not None]
-    arguments = rows, weight, bias, added, added is None
+    activation = values.get("activation", _ACTIVATIONS.get(last.operation, ""))
+    arguments = rows, weight, bias, added, activation
     return TracedCall(torch.ops.fastgen.skinny_linear.default, arguments, {}, last.result, read, last.outputs)
 
 
 def fusions() -> list[Fusion]:
-    """Returns how products are fused with the relu, or the sum with other rows, that follows them."""
+    """Returns how products are fused with the activation, or the sum with other rows, that follows them."""
     aten = torch.ops.aten
     inputs = (Name("rows"), Name("weight"), Name("bias"))
     product = Op((torch.ops.fastgen.skinny_linear.default,), inputs, name="product")
-    rectified = Op((aten.relu.default,), (product,))
+    activated = Op(tuple(_ACTIVATIONS), (product,))
+    gelu = Op((torch.ops.fastgen.gelu.default,), (product, Name("activation")))
     added = Op((aten.add.Tensor,), (Name("added"), product), commutes=True)
-    return [Fusion(rectified, _replacement), Fusion(added, _replacement)]
+    return [Fusion(pattern, _replacement) for pattern in (activated, gelu, added)]
 
 
 # The choice of a backend.

@@ -1,12 +1,12 @@
 """The C++ kernels of `csrc/` that compute in registers, built together for each instruction set.
 
 They are in `csrc/skinny_gemm.cpp`, `few_queries.cpp`, `flash_attention.cpp`, `layer_norm.cpp`, `rms_norm.cpp`,
-`lookup.cpp`, `beam_top_k.cpp` and `move_rows.cpp`.
+`gelu.cpp`, `lookup.cpp`, `beam_top_k.cpp` and `move_rows.cpp`.
 
 Builds for aarch64 were tested in an emulator, never timed.
 
 Tests: tests/ops/test_simd_builds.py, tests/ops/test_skinny_gemm.py, tests/ops/test_attention_kernels.py,
-tests/ops/test_layer_norm.py, tests/ops/test_rms_norm.py, tests/ops/test_lookup.py,
+tests/ops/test_layer_norm.py, tests/ops/test_rms_norm.py, tests/ops/test_gelu.py, tests/ops/test_lookup.py,
 tests/ops/test_beam_top_k.py, tests/ops/test_move_rows.py
 """
 
@@ -32,7 +32,7 @@ _LIBRARIES = {
     "NEON": "_aarch64_neon",
     "NEON_BF16": "_aarch64_neon_bf16",
 }
-VERSION = 7  # changes with the kernels, and invalidates measurements of earlier ones
+VERSION = 8  # changes with the kernels, and invalidates measurements of earlier ones
 _SUFFIXES = {torch.float32: "", torch.bfloat16: "_bf16", torch.float16: "_fp16"}  # of function names
 DTYPES = tuple(_SUFFIXES)
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")

@@ -17,6 +17,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +28,7 @@ from simd_kernels import torch_threads
 from torch import Tensor
 from torch.nn import functional
 
-from fastgen.ops import beams, cpu_linear, layer_norm, lookup, rms_norm, simd
+from fastgen.ops import beams, cpu_linear, gelu, layer_norm, lookup, rms_norm, simd
 from fastgen.ops.kernel import tolerance
 from fastgen.ops.no_repeat_ngram import kernels as ngram_kernels
 from fastgen.ops.no_repeat_ngram import reference
@@ -36,6 +37,12 @@ from fastgen.ops.shared_attention import FEW, MANY, attention_by_products
 Blocks = list[tuple[bytes, list[tuple[int, int, int]]]]  # bytes, and where, of which block, which byte an address is of
 PRODUCTS = [(1, 3), (4, 700), (7, 64), (12, 257), (16, 300), (25, 33), (65, 700)]  # rows, in_features
 OUTPUTS = (1, 13, 97, 193)  # out_features
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "": torch.clone,
+    gelu.RELU: torch.relu,
+    gelu.GELU: functional.gelu,
+    gelu.GELU_TANH: partial(functional.gelu, approximate="tanh"),
+}
 
 
 @dataclass
@@ -107,13 +114,13 @@ def _products() -> Iterator[KernelCase]:
                     sizes = (width, out) if is_transposed else (out, width), (rows, width), (out,), (rows, out)
                     weight, states, bias, added = (torch.randn(size).to(dtype) for size in sizes)
                     weight = weight.t() if is_transposed else weight
-                    options = ((None, None, False), (bias, None, False), (bias, added, False), (bias, None, True))
-                    bias, added, is_rectified = options[(number + out) % 4]
+                    options = ((None, None, ""), (bias, None, "gelu"), (bias, added, "gelu_tanh"), (bias, None, "relu"))
+                    bias, added, activation = options[(number + out) % 4]
                     expected = functional.linear(*(None if x is None else x.double() for x in (states, weight, bias)))
-                    expected = expected.relu() if is_rectified else expected
+                    expected = ACTIVATIONS[activation](expected.to(dtype).double())
                     expected = expected if added is None else expected.to(dtype).double() + added.double()
                     inputs = [x for x in (states, weight, bias, added) if x is not None]
-                    arguments = states, weight, bias, added, is_rectified
+                    arguments = states, weight, bias, added, activation
                     yield _case(lambda them=arguments: cpu_linear._skinny_linear(*them), inputs, expected)
     weight = torch.ones(3, 64)
     weight[0, 5], weight[1, 7] = torch.nan, torch.inf
@@ -182,6 +189,14 @@ def _layer_norms() -> Iterator[KernelCase]:
             yield _case(lambda them=arguments: layer_norm._layer_norm(*them), inputs, expected)
 
 
+def _gelus() -> Iterator[KernelCase]:
+    for count in (1, 7, 16, 100, 1003):
+        for activation in (gelu.GELU, gelu.GELU_TANH):
+            numbers = 3 * torch.randn(count)
+            expected = ACTIVATIONS[activation](numbers.double())
+            yield _case(lambda them=(numbers, activation): gelu._gelu(*them), [numbers], expected)
+
+
 def _exact() -> Iterator[KernelCase]:
     """Tables, rows that change places, candidates of beams and bans of n-grams: the bits of torch."""
     table = torch.randn(1 << 16).to(torch.bfloat16)
@@ -215,7 +230,7 @@ def all_cases() -> list[KernelCase]:
     """Returns new cases, the same each time."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return [*_products(), *_attentions(), *_layer_norms(), *_norms(), *_exact()]
+        return [*_products(), *_attentions(), *_layer_norms(), *_norms(), *_gelus(), *_exact()]
 
 
 def run_cases(driver: Sequence[str | Path], cases: Sequence[KernelCase], folder: Path) -> None:

@@ -33,6 +33,7 @@ OF_EACH_TYPE(fastgen_flash_attention, void *, void *, float, int32_t)
 OF_EACH_TYPE(fastgen_layer_norm, void *, void *, void *, void *, void *, int64_t, int64_t, float, int32_t)
 OF_EACH_TYPE(fastgen_rms_norm, void *, void *, void *, int64_t, int64_t, float, int32_t)
 extern "C" {
+void fastgen_gelu(void *, void *, int64_t, int32_t, int32_t);
 void fastgen_lookup(void *, void *, void *, int64_t, int32_t);
 void fastgen_move_rows(void *, void *, void *, int64_t, int64_t, int64_t, int64_t, int32_t);
 void fastgen_beam_top_k(void *, void *, void *, void *, int64_t, int64_t, int64_t, int64_t, int32_t);
@@ -124,6 +125,7 @@ const std::map<std::string, Call> KERNELS = {
     ENTRIES(fastgen_flash_attention),
     ENTRIES(fastgen_layer_norm),
     ENTRIES(fastgen_rms_norm),
+    ENTRY(fastgen_gelu),
     ENTRY(fastgen_lookup),
     ENTRY(fastgen_move_rows),
     ENTRY(fastgen_beam_top_k),

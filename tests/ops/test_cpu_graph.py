@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from fastgen.ops import cpu_attention, cpu_graph, cpu_linear, simd
+from fastgen.ops import cpu_attention, cpu_graph, cpu_linear, gelu, simd
 from fastgen.ops.cpu_graph import capture
+from fastgen.ops.kernel import tolerance
 from fastgen.ops.tracing import NotRepeatable
 from fastgen.optimizer.decoding.segmented_kv import SegmentedKV
 
@@ -188,6 +189,32 @@ def test_products_do_the_relu_and_the_sum_after_them(dtype, is_transposed):
         states.mul_(-3)
         states[0, 0] = torch.nan
         assert torch.equal(replay().nan_to_num(7), run().nan_to_num(7))
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", simd.DTYPES)
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("activation", [gelu.GELU, gelu.GELU_TANH])
+def test_products_do_the_gelu_after_them(activation, is_transposed, dtype):
+    torch.manual_seed(0)
+    layer, states = nn.Linear(40, 70).to(dtype), torch.randn(5, 40).to(dtype)
+    weight = layer.weight.data.t().contiguous().t() if is_transposed else layer.weight.data
+
+    def run() -> Tensor:
+        product = cpu_linear.skinny_linear(states, weight, layer.bias)
+        if dtype == torch.float32:
+            return torch.ops.fastgen.gelu(product, activation)
+        return nn.functional.gelu(product, approximate="tanh" if activation == gelu.GELU_TANH else "none")
+
+    is_fused = dtype == torch.float32 or activation == gelu.GELU
+    assert calls_of(run) == ["fastgen::skinny_linear"] + ["aten::gelu"] * (not is_fused)
+    with torch.no_grad():
+        replay, *_ = capture(run)
+        states.mul_(-3)
+        product = nn.functional.linear(*(each.double() for each in (states, weight, layer.bias))).to(dtype).double()
+        expected = nn.functional.gelu(product, approximate="tanh" if activation == gelu.GELU_TANH else "none")
+        atol = tolerance("product", dtype) * expected.abs().max().item()
+        torch.testing.assert_close(replay().double(), expected, rtol=0, atol=atol)
 
 
 @needs_library

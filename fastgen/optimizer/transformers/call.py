@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.activations import NewGELUActivation
+from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
-from fastgen.ops import lookup
+from fastgen.ops import gelu, lookup
+from fastgen.ops.kernel import first_supported
 from fastgen.ops.tracing import is_transformed
 from fastgen.optimizer.decoding.call import GenerateCall, settings_of
 from fastgen.optimizer.decoding.captures import free_memory
@@ -127,7 +128,7 @@ def _tiny_reasons(
     return [TOO_SMALL] if is_tiny and not should_swap(costs, size, steps) else []
 
 
-# Faster forwards: products of `nn.Linear` and GPT-2's `Conv1D`, layer norms and GPT-2's GELU.
+# Faster forwards: products of `nn.Linear` and GPT-2's `Conv1D`, layer norms and GELU.
 
 
 def swap_forwards(
@@ -198,7 +199,8 @@ def forwards() -> dict[type[nn.Module], Forward]:
     products = linears()
     if products and isinstance(torch.addmm, BuiltinFunctionType):
         products[Conv1D] = partial(multiply, is_transposed=True)  # in GPT-2
-    return {NewGELUActivation: new_gelu, **norms(), **products}
+    activations = dict.fromkeys((GELUActivation, GELUTanh, nn.GELU), activate)
+    return {NewGELUActivation: new_gelu, **activations, **norms(), **products}
 
 
 def new_gelu(forward: FasterForward, input: Tensor, call: GenerateCall) -> Tensor | None:
@@ -206,16 +208,47 @@ def new_gelu(forward: FasterForward, input: Tensor, call: GenerateCall) -> Tenso
 
     In half precision the original rounds after each of its operations; a table reproduces that.
     """
-    if torch.is_grad_enabled() or type(input) is not Tensor or is_transformed():
+    if not _is_plain(input):
         return None
     if input.dtype == torch.float32:
-        output = functional.gelu(input, approximate="tanh")
+        kernel = first_supported(gelu.KERNELS, "cpu", input)
+        is_torchs = kernel is gelu.KERNELS[-1]
+        output = kernel.run(input, gelu.GELU_TANH, *([] if is_torchs else [call.outputs.empty_like]))
     elif lookup.can_look_up(input):
         output = lookup.look_up(input, _table_of_new_gelu(input.dtype))
     else:
         return None
     call.report.kernels["fused activation"] += 1
     return output
+
+
+def activate(forward: FasterForward, input: Tensor, call: GenerateCall) -> Tensor | None:
+    """Computes GELU in fp32 in one pass on all threads; None if torch must compute it."""
+    activation = _activation_of(forward.module)
+    if activation is None or not _is_plain(input):
+        return None
+    kernel = first_supported(gelu.KERNELS, "cpu", input)
+    if kernel is gelu.KERNELS[-1]:
+        return None
+    call.report.kernels["GELU"] += 1
+    return kernel.run(input, activation, call.outputs.empty_like)
+
+
+def _is_plain(input: Tensor) -> bool:
+    return type(input) is Tensor and not torch.is_grad_enabled() and not is_transformed()
+
+
+def _activation_of(module: Any) -> str | None:
+    """Returns which of torch's two forms of GELU a module computes; None if it computes another one."""
+    if type(module) is nn.GELU:
+        approximate = module.approximate
+    else:
+        function = module.act
+        is_partial = isinstance(function, partial) and not function.args
+        if (function.func if is_partial else function) is not functional.gelu:
+            return None
+        approximate = function.keywords.get("approximate", "none") if is_partial else "none"
+    return {"none": gelu.GELU, "tanh": gelu.GELU_TANH}.get(approximate)
 
 
 @functools.cache

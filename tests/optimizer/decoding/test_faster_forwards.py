@@ -14,7 +14,7 @@ from tiny_models import BEAMS, padded, tiny
 from torch import nn
 from torch.nn import functional
 from transformers import GenerationConfig
-from transformers.activations import NewGELUActivation
+from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
 
 import fastgen
 from fastgen.ops import simd
@@ -88,6 +88,27 @@ def test_the_fused_activation_is_the_same_function(dtype):
     assert usage == ({} if dtype == torch.float64 else {"fused activation": 1})
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(output, module(states), **tolerance)
+
+
+@WITH_KERNELS
+@pytest.mark.parametrize(
+    "module",
+    [GELUActivation(), GELUTanh(), nn.GELU(), nn.GELU("tanh")],
+    ids=["GELUActivation", "GELUTanh", "nn.GELU", "nn.GELU, tanh"],
+)
+def test_gelu_takes_one_pass_in_fp32_alone(module):
+    output, usage = by_faster_forward(module, STATES)
+    assert usage == {"GELU": 1}
+    torch.testing.assert_close(output, module(STATES), rtol=1e-5, atol=1e-6)
+    states = STATES.bfloat16()
+    output, usage = by_faster_forward(module, states)
+    assert not usage and torch.equal(output, module(states))
+
+
+@pytest.mark.parametrize("module", [GELUActivation(use_gelu_python=True), GELUTanh(use_gelu_tanh_python=True)])
+def test_gelu_of_other_functions_is_left_to_the_library(module):
+    output, usage = by_faster_forward(module, STATES)
+    assert not usage and torch.equal(output, module(STATES))
 
 
 @WITH_KERNELS

@@ -1,0 +1,72 @@
+"""GELU of fp32 numbers on a CPU: one pass on all threads, or the end of the product that computes the numbers.
+
+Both forms are of the same bits (`csrc/gelu.h`): `cpu_linear.fusions` makes the second of a product and the GELU after
+it. The results differ from torch's by rounding: both are within 4e-7 of the exact function, relative to the number.
+In half precision GELU is left to torch, or to a table (lookup.py).
+
+Tests: tests/ops/test_gelu.py
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fastgen.ops import simd
+from fastgen.ops.kernel import Kernel
+
+OPERATION = "fastgen::gelu"
+
+# What a kernel may do with its results at the end, in the order of `Activation` in csrc/gelu.h.
+RELU, GELU, GELU_TANH = "relu", "gelu", "gelu_tanh"
+ACTIVATIONS = ("", RELU, GELU, GELU_TANH)
+
+MIN_ELEMENTS_OF_THREAD = 1 << 14
+
+_ARGUMENTS = (*[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_int32] * 2)
+
+
+def can_compute(numbers: Tensor) -> bool:
+    """Whether `gelu_into` supports this tensor: fp32, contiguous, on a CPU."""
+    return bool(numbers.dtype == torch.float32 and numbers.is_cpu and numbers.is_contiguous())
+
+
+def call_into(results: Tensor, numbers: Tensor, activation: str) -> partial[None]:
+    """Returns a call that writes GELU or GELU_TANH of the numbers into `results`, which may be the same tensor."""
+    function = simd.function("gelu", torch.float32, _ARGUMENTS)
+    threads = simd.threads_for(numbers.numel(), MIN_ELEMENTS_OF_THREAD)
+    addresses = numbers.data_ptr(), results.data_ptr()
+    return partial(function, *addresses, numbers.numel(), ACTIVATIONS.index(activation), threads)
+
+
+def gelu(numbers: Tensor, activation: str, empty_like: Callable[[Tensor], Tensor] = torch.empty_like) -> Tensor:
+    """Returns GELU or GELU_TANH of numbers for which `can_compute` is true, in memory of `empty_like`."""
+    if torch._C._len_torch_dispatch_stack():
+        return torch.ops.fastgen.gelu(numbers, activation)
+    results = empty_like(numbers)
+    call_into(results, numbers, activation)()
+    return results
+
+
+def _gelu(numbers: Tensor, activation: str) -> Tensor:
+    results = torch.empty_like(numbers)
+    call_into(results, numbers, activation)()
+    return results
+
+
+def _gelu_in_torch(numbers: Tensor, activation: str) -> Tensor:
+    return functional.gelu(numbers, approximate="tanh" if activation == GELU_TANH else "none")
+
+
+_LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
+_LIBRARY.define("gelu(Tensor numbers, str activation) -> Tensor")
+_LIBRARY.impl("gelu", _gelu, "CPU")
+
+_kernel = functools.partial(Kernel, task="GELU in large models, in fp32", counted_as=("GELU",))
+KERNELS = (_kernel("C++", simd.machine_reasons, gelu, "cpu", can_compute), _kernel("torch", list, _gelu_in_torch))

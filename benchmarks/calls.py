@@ -141,6 +141,7 @@ CASES: dict[str, dict[str, Call]] = {
     "generate": {
         "bart-beam4": Call("bart-base", 4, 512, SUMMARY),
         "bart-beam4-one-row": Call("bart-base", 1, 64, beams(4)),
+        "bart-beam6-long": Call("bart-base", 4, 1024, beams(6, max_new_tokens=24)),
         "bart-greedy-short": Call("bart-base", 1, 16, GREEDY),
         "t5-beam4": Call("t5-base", 8, 128, beams(4)),
         "whisper-beam5": Call("whisper-tiny", 8, 30, beams(5, **NEW48)),

@@ -48,7 +48,7 @@ RUNS = {
     "kernel": (IN_ONE_KERNEL, 5, "1"),
     "architectures": (ARCHITECTURES, 90, "0"),
 }
-FEW = ["gpt2", "llama", "bart", "t5", "whisper"]
+FEW = ["gpt2", "llama", "bart", "t5", "whisper", "qwen3_next", "mamba"]
 # Captures begin and fail: the forward reads the device (xglm), copies an index to it (falcon), or takes no mask that is
 # longer than its keys.
 REFUSED = {"bloom", "falcon", "falcon-alibi", "xglm"}

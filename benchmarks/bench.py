@@ -41,6 +41,7 @@ KINDS = {  # and the modules that have their cases
     **dict.fromkeys(("mqa", "seamless"), "stages"),
     "small": "small",
     "drafts": "drafts",
+    "reach": "reach",
 }
 WITH_PEERS = ("generate", "prefix")
 

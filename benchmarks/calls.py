@@ -60,6 +60,10 @@ NOT_SUPPRESSED = {"suppress_tokens": None, "begin_suppress_tokens": None}
 GROUPED = {"hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 3, "num_hidden_layers": 8}
 LLAMA = {"vocab_size": 32000, "intermediate_size": 2048, "pad_token_id": 0}
 QWEN = {"vocab_size": 151_936, "intermediate_size": 3072, "tie_word_embeddings": True}
+# Of width 512 and 6 layers, for calls as people make them (reach.py).
+WIDTH512 = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8}
+WIDTH512 |= {"num_key_value_heads": 4, "vocab_size": 8000, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+LINEAR512 = {"head_dim": 64, "num_experts": 4, "mlp_only_layers": [*range(8)], "num_hidden_layers": 8}
 PROPHETNET = {"hidden_size": 1024, **both_ends(ffn_dim=4096), "num_encoder_layers": 12, "num_decoder_layers": 12}
 _BART = "transformers:BartForConditionalGeneration"
 MODELS = {
@@ -75,6 +79,12 @@ MODELS = {
     "qwen-like": Model("transformers:Qwen2ForCausalLM", GROUPED | QWEN, "Qwen-like"),
     "unilm-base": Model("fastgen.models.unilm:UniLMForConditionalGeneration", title="UniLM-base"),
     "prophetnet-large": Model("transformers:ProphetNetForConditionalGeneration", PROPHETNET, "ProphetNet-large"),
+    "llama-512": Model("transformers:LlamaForCausalLM", WIDTH512, "Llama-like"),
+    "gemma3-512": Model(
+        "transformers:Gemma3ForCausalLM", WIDTH512 | {"head_dim": 64, "sliding_window": 128}, "Gemma 3-like"
+    ),
+    "mistral-512": Model("transformers:MistralForCausalLM", WIDTH512 | {"sliding_window": 128}, "Mistral-like"),
+    "qwen3-next-512": Model("transformers:Qwen3NextForCausalLM", WIDTH512 | LINEAR512, "Qwen3-Next-like"),
     "demo": Model("", title="the demo model"),
 }
 

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 from measure import Options, compare, with_and_without
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
+from word_tokenizer import word_tokenizer
 
 
 @dataclass(frozen=True)
@@ -47,18 +45,15 @@ CASES = {
     }
 }
 TASK = "local_questions"
-WORDS = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(1997))]
+VOCABULARY = 2000
 
 
 def write_model(folder: Path, **sizes: int) -> None:
     """Writes a Llama-like model with random weights, and a tokenizer of the words `w0`, `w1`, …"""
-    words = Tokenizer(WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<pad>"))
-    words.pre_tokenizer = WhitespaceSplit()
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=2048, **special).save_pretrained(folder)
+    word_tokenizer(VOCABULARY, model_max_length=2048).save_pretrained(folder)
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), **sizes, **ends)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **ends)).save_pretrained(folder)
 
 
 def write_task(folder: Path, case: Case, new_tokens: int = 32, number: int = 0) -> str:

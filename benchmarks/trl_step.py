@@ -13,10 +13,8 @@ from typing import Any
 
 from calls import MODELS
 from measure import Options, compare, with_and_without
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers import TrainerCallback
+from word_tokenizer import word_tokenizer
 
 
 @dataclass(frozen=True)
@@ -52,14 +50,9 @@ class Training:
 
         model = MODELS[case.model].make().to(options.torch_dtype)
         model.save_pretrained(folder)  # where the reference is loaded from
-        names = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(3, model.config.vocab_size))]
-        words = Tokenizer(WordLevel({word: index for index, word in enumerate(names)}, unk_token="<pad>"))
-        words.pre_tokenizer = WhitespaceSplit()
-        special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **special)
+        tokenizer = word_tokenizer(model.config.vocab_size)
         lines = [
-            " ".join(names[3 + (31 * row + word**2) % 997] for word in range(case.length))
-            for row in range(case.prompts)
+            " ".join(f"w{(31 * row + word**2) % 997}" for word in range(case.length)) for row in range(case.prompts)
         ]
         arguments = GRPOConfig(
             output_dir=str(folder / "out"),

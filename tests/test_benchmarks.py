@@ -15,11 +15,18 @@ ENDS = {f"{end}_{name}": 2 for end in ("encoder", "decoder") for name in ("layer
 LAYERS = {"num_encoder_layers": 1, "num_decoder_layers": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
 HEADS = {"num_encoder_attention_heads": 2, "num_decoder_attention_heads": 2}
 WIDTHS = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+NARROW = WIDTHS | {"num_key_value_heads": 2, "vocab_size": 60, "pad_token_id": 0, "bos_token_id": 1}
+LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+LINEAR |= {"num_hidden_layers": 4, "mlp_only_layers": [*range(4)], "num_experts": 2}
 WHISPER = {"vocab_size": 51865, "d_model": 8, "num_mel_bins": 8, "suppress_tokens": None, **ENDS}
 T5 = {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
 TINY = {
     "bart": ("BartForConditionalGeneration", {"vocab_size": 60, "d_model": 8, "init_std": 0.5, **ENDS}),
     "llama": ("LlamaForCausalLM", {"vocab_size": 2000, "pad_token_id": 0, **WIDTHS}),
+    "llama-512": ("LlamaForCausalLM", NARROW),
+    "gemma3-512": ("Gemma3ForCausalLM", NARROW | {"head_dim": 8, "sliding_window": 8}),
+    "mistral-512": ("MistralForCausalLM", NARROW | {"sliding_window": 8}),
+    "qwen3-next-512": ("Qwen3NextForCausalLM", NARROW | LINEAR | {"head_dim": 8}),
     "t5": ("T5ForConditionalGeneration", {"vocab_size": 2000, **T5}),
     "prophetnet": ("ProphetNetForConditionalGeneration", {"vocab_size": 60, "hidden_size": 16, **LAYERS, **HEADS}),
     "whisper": ("WhisperForConditionalGeneration", {"begin_suppress_tokens": None, **WHISPER}),
@@ -93,6 +100,24 @@ def test_a_tiny_case_of_each_kind_is_measured_and_has_a_floor(run, case, capsys)
     other, ratio = next(iter(result["ratios"].items()))
     missed = importlib.import_module("bench").failures(result, {result["case"]: {other: 1e6}})
     assert ratio > 0 and missed == [f"{result['case']}: {ratio:.2f} against {other}, below the floor of 1000000.00"]
+
+
+@pytest.mark.slow
+def test_each_call_of_people_runs_and_is_compared(run, bench):
+    pytest.importorskip("peft")
+    status, data = run("reach", "--set", "length=16", "new_tokens=4")
+    results = {result["case"]: result for result in data["results"]}
+    assert status == 0 and [*results] == [*bench.cases_of("reach")]
+    assert all(result["equal"] and result["ratios"]["stock"] > 0 for result in results.values())
+    assert results["greedy-assisted"]["reason"]["code"] == "NO_PREFILL" and results["samples8"]["reason"] is None
+
+
+@pytest.mark.parametrize("name", ("sequences", "scores"))
+def test_tokens_and_scores_of_such_calls_are_compared(bench, name):
+    reach = importlib.import_module("reach")
+    output = {"sequences": torch.tensor([[3, 4]]), "scores": (torch.tensor([[0.0, float("-inf")]]),)}
+    other = output | {name: torch.tensor([[3, 5]]) if name == "sequences" else (torch.tensor([[0.1, float("-inf")]]),)}
+    assert reach.are_equal(output, {**output}) and not reach.are_equal(output, other)
 
 
 def test_a_ratio_below_its_floor_fails_the_run_by_name(run, capsys):

@@ -290,6 +290,13 @@ class CallChecks:
         )
 
     @property
+    @check(report.STEPS, report.DRAFTS, report.COMPACTION)
+    def _coupled_products(self) -> list[Reason]:
+        """Products with one scale for all numbers of a forward round one way or the other after any other rounding."""
+        coupled = self.call.facts_of(self.model, KNOWN).coupled
+        return that_hold(("ROWS_COUPLED", f"{coupled}", coupled is not None))
+
+    @property
     @check(report.PREFIX, report.STEPS, report.DRAFTS)
     def _attention_reasons(self) -> list[Reason]:
         attention = getattr(self.model.config, "_attn_implementation", None)
@@ -371,6 +378,7 @@ class CallChecks:
             self._attention_reasons,
             ("PREPARES_INPUTS", "{} is not GenerationMixin's: it may prepare several tokens differently", prepares),
             ("TOKENS_COUPLED", f"an expert takes at most {capacity} tokens of a row", has_few),
+            self._coupled_products,
             ("CACHE_TYPE", "there is no DynamicCache", cache is None or kv_layers.is_static(cache)),
             [] if cache is None else kv_layers.unsupported_types(cache) or kv_layers.layer_reasons(cache),
             [] if cache is None else kv_layers.window_reasons(cache, most),
@@ -414,6 +422,7 @@ class CallChecks:
             ("MAY_SYNC", f"{name}.forward may synchronise with the device (not _can_compile_fullgraph)", waits),
             self._attention_reasons,
             ("QUANTIZED", "the model is quantized", getattr(model, "hf_quantizer", None) is not None),
+            self._coupled_products,
             [] if cache is None else kv_layers.static_reasons(cache, most - self.arguments.input_ids.shape[1]),
             self._table_reasons(most),
             ("REORDERS_ITSELF", REORDERS, hasattr(model, "_reorder_cache")),
@@ -427,7 +436,6 @@ class CallChecks:
 
         cache_reasons: why the rows of the cache cannot be moved.
         """
-        coupled = self.call.facts_of(self.model, KNOWN).coupled
         config = self.arguments.generation_config
         samples_beams = config.do_sample and bool(self.arguments.methods)
         return (
@@ -441,7 +449,7 @@ class CallChecks:
             or that_hold(("STREAMER", "a streamer gets the tokens of all rows", self.arguments.streamer is not None))
             or that_hold(("STOPPING_CRITERION", STOPS_OTHERWISE, not self.stops_by_row))
             or self.rows
-            or that_hold(("ROWS_COUPLED", f"{coupled}", coupled is not None))
+            or self._coupled_products
             or self.row_states({rows, rows // rows_per_input})
             or [*cache_reasons]
             or row_groups.unsupported_reasons(self.model.config.model_type, model_kwargs, rows)

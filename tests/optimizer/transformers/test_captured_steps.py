@@ -285,10 +285,15 @@ def in_autocast(name: str) -> nn.Module:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
+def in_int8() -> nn.Module:
+    return torch.ao.quantization.quantize_dynamic(tiny("llama"), {nn.Linear})
+
+
 TWO_NAMES = ("llama", "gpt2")
 OF_VIRTUAL_TOKENS = ("PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig")
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "no masks": (without_masks, "CAPTURE_REFUSED", "'NoneType' object is not iterable"),
+    "dynamic int8": (in_int8, "ROWS_COUPLED", "scales its input by the largest number"),
     "a forward that may wait": (partial(tiny, "roformer"), "MAY_SYNC", "RoFormerForCausalLM.forward"),
     **{f"no layer {number}": (partial(without_layer, number), "LAYER_EMPTY", "") for number in range(3)},
     **{f"autocast of {name}": (partial(in_autocast, name), "AUTOCAST", "inside the forward") for name in TWO_NAMES},

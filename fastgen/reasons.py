@@ -21,8 +21,10 @@ CODES: dict[str, dict[str, str]] = {
         "ENDED_EARLY": "the call ended before a capture would have been worthwhile",
         "FEW_FRAMES": "a vocoder's input is short: oneDNN would gain nothing",
         "FEW_KEYS": "a layer holds few keys: stored for each row, they cost less than a second product",
-        "FEW_STEPS": "the call has fewer than 24 decode steps, on a GPU fewer than 4",
+        "FEW_STEPS": "the call has fewer than 24 decode steps, on a GPU fewer than 4; for drafts fewer than 8",
+        "MANY_ROWS": "drafts of more than eight rows: the first row whose draft fails ends the draft of all",
         "NOT_WORTH_CAPTURING": "replays would save less than the capture costs, or too few steps are left",
+        "NOTHING_REPEATED": "no draft was worth a forward: the text repeated too little of its input and of itself",
         "ONE_ROW_PER_INPUT": "neither beams nor samples, and the caller repeats no row",
         "PREFIX_SHORT": (
             "the common prefix of prompts, or the kept part of a prompt, is too short to be worth a forward of its own"
@@ -30,7 +32,8 @@ CODES: dict[str, dict[str, str]] = {
         "SHARE_NEVER": "nothing is shared under `FASTGEN_SHARE=never`",
         "TOO_SMALL": (
             "a prefill once per input saves less than it costs (the detail has both, in milliseconds), or the call is "
-            "so short, on so small a model, that nothing can gain what fastgen costs"
+            "so short, on so small a model, that nothing can gain what fastgen costs; no drafts for a model whose steps "
+            "take at least four times as long in Python as in kernels"
         ),
     },
     "The call": {

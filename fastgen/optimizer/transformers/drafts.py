@@ -49,6 +49,8 @@ KEPT_LOGITS = "logits_to_keep"
 WITHOUT_COLUMNS = (*CACHE_NAMES, "encoder_outputs", "tokenizer")
 PLAIN_TYPES = (type(None), bool, str)
 
+NOTHING_REPEATED = Reason("NOTHING_REPEATED", "the text repeated nothing that was worth checking")
+
 Kind = tuple[Any, ...]  # of a forward: what chooses its code
 
 # Measured times of a model's forwards.
@@ -157,9 +159,11 @@ class DraftedSteps:
         self.drafts.compact(rows)
 
     def end(self) -> None:
-        """Drops what was not taken, and adds to the call's report what was drafted."""
+        """Drops what was not taken, and adds to the call's report what was drafted, or that nothing was."""
         self.settle()
         report, drafts = self.call.report, self.drafts
+        if self._reasons is None and not self.is_left_alone:
+            report.add_reasons(DRAFTS, [NOTHING_REPEATED])
         report.drafted, report.accepted = report.drafted + drafts.drafted, report.accepted + drafts.accepted
         report.steps_saved += drafts.saved
 

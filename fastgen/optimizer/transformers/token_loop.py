@@ -22,7 +22,7 @@ from fastgen.config import CONFIG
 from fastgen.ops.probes import probe
 from fastgen.optimizer.decoding.captures import can_capture, unwanted_reasons
 from fastgen.optimizer.decoding.cost_model import CostModel, ModelSize, Work, size_of
-from fastgen.optimizer.decoding.report import DRAFTS, LOOP, STEPS, Reason
+from fastgen.optimizer.decoding.report import DRAFTS, LOOP, STEPS, Reason, check, that_hold
 from fastgen.optimizer.transformers import compat
 from fastgen.optimizer.transformers.checks import CallChecks, HostModel, LoopArguments, current_call
 from fastgen.optimizer.transformers.decode_step import LateStopCheck, TransformersDecodeStep, is_worth_compacting
@@ -110,15 +110,23 @@ def _may_draft(checks: CallChecks, steps: int) -> bool:
     input_ids, arguments = checks.arguments.input_ids, checks.arguments.model_kwargs
     is_possible = input_ids.device.type == "cpu" and input_ids.dim() == 2 and arguments.get("use_cache")
     size = size_of(checks.model, checks.known_code)
-    is_known = bool(is_possible) and compat.LAYERS_ARE_KNOWN
-    return is_known and is_worth_drafting(checks.call.costs, size, len(input_ids), steps)
+    if not is_possible or not compat.LAYERS_ARE_KNOWN:
+        return False
+    reasons = unwanted_drafts(checks.call.costs, size, len(input_ids), steps)
+    checks.call.report.add_reasons(DRAFTS, reasons)
+    return not reasons
 
 
-def is_worth_drafting(costs: CostModel, size: ModelSize, rows: int, steps: int) -> bool:
-    """Whether it is worthwhile to look for drafts in a call of so many steps."""
+@check(DRAFTS)
+def unwanted_drafts(costs: CostModel, size: ModelSize, rows: int, steps: int) -> list[Reason]:
+    """Returns why it is not worthwhile to look for drafts in a call of so many steps."""
     step = size.step(rows)
     least = costs.min_computed * costs.seconds(Work(step.modules))
-    return steps >= MIN_DRAFT_STEPS and rows <= MOST_DRAFT_ROWS and costs.seconds(step.without_modules) >= least
+    return that_hold(
+        ("FEW_STEPS", f"the call has fewer than {MIN_DRAFT_STEPS} steps", steps < MIN_DRAFT_STEPS),
+        ("MANY_ROWS", f"{rows} rows (at most {MOST_DRAFT_ROWS})", rows > MOST_DRAFT_ROWS),
+        ("TOO_SMALL", "a step takes longer in Python than in kernels", costs.seconds(step.without_modules) < least),
+    )
 
 
 def _can_end_early(input_ids: Tensor, stopping_criteria: Any, config: Any) -> bool:

@@ -21,7 +21,7 @@ from fastgen.optimizer.decoding.kv_cache import should_share
 from fastgen.optimizer.transformers.checks import KNOWN, generate_call
 from fastgen.optimizer.transformers.decode_step import is_worth_compacting
 from fastgen.optimizer.transformers.kv_layers import Storage, plan_adoption
-from fastgen.optimizer.transformers.token_loop import is_worth_drafting
+from fastgen.optimizer.transformers.token_loop import unwanted_drafts
 from fastgen.testing import configured
 
 COSTS = CostModel()
@@ -45,13 +45,9 @@ def test_a_gpu_computes_beside_the_host():
 
 def test_tiny_models_and_short_calls_look_for_no_drafts():
     demo = ModelSize(modules=98, weights=786_432, step_weights=914_432, large=0, itemsize=4)
-    assert is_worth_drafting(COSTS, GPT2_SMALL, rows=1, steps=8) and is_worth_drafting(
-        COSTS, GPT2_SMALL, rows=8, steps=256
-    )
-    assert not is_worth_drafting(COSTS, GPT2_SMALL, rows=1, steps=7) and not is_worth_drafting(
-        COSTS, GPT2_SMALL, rows=9, steps=256
-    )
-    assert not is_worth_drafting(COSTS, demo, rows=1, steps=256)
+    cases = ((GPT2_SMALL, 1, 8, []), (GPT2_SMALL, 8, 256, []), (GPT2_SMALL, 1, 7, ["FEW_STEPS"]))
+    for size, rows, steps, codes in (*cases, (GPT2_SMALL, 9, 256, ["MANY_ROWS"]), (demo, 1, 256, ["TOO_SMALL"])):
+        assert [reason.code for reason in unwanted_drafts(COSTS, size, rows, steps)] == codes
 
 
 @pytest.fixture

@@ -357,9 +357,24 @@ def test_the_switch_is_reported():
     assert not report.drafted and report.codes(DRAFTS) == {"DRAFTS_OFF"}
 
 
-def test_a_short_call_looks_for_none():
-    report = forced(tiny("llama"), inputs_of("llama", 30), max_new_tokens=7)
-    assert not report.drafted and not report.codes(DRAFTS)
+@pytest.mark.parametrize(
+    ("rows", "arguments", "min_computed", "code"),
+    ((1, {"max_new_tokens": 7}, 0.0, "FEW_STEPS"), (9, {}, 0.0, "MANY_ROWS"), (1, {}, 1e9, "TOO_SMALL")),
+)
+def test_a_call_that_looks_for_no_drafts_says_why(rows, arguments, min_computed, code):
+    with costs(min_computed=min_computed):
+        report = forced(tiny("llama"), inputs_of("llama", *[30] * rows), **arguments)
+    assert not report.drafted and report.codes(DRAFTS) == {code}
+    assert any(item.startswith(f"{DRAFTS}: ") for item in report.decisions)
+
+
+def test_a_text_without_repetitions_says_so():
+    source = inputs_of("llama", 30)["input_ids"]
+    text = torch.tensor([[token for token in range(10, 60) if token not in source][:8]])
+    processor = Forced(text, source.shape[1])
+    report = greedy(tiny("llama"), {"input_ids": source}, logits_processor=[processor], max_new_tokens=8)
+    assert not report.drafted and report.codes(DRAFTS) == {"NOTHING_REPEATED"}
+    assert forced(tiny("llama"), inputs_of("llama", 30)).codes(DRAFTS) == set()
 
 
 class Changing(LogitsProcessor):

@@ -37,6 +37,7 @@ from fastgen.optimizer.decoding.drafts import Drafts, Text
 from fastgen.optimizer.decoding.graphs import differs_sync
 from fastgen.optimizer.decoding.report import DRAFTS, MODEL_CHANGED, LeaveAlone, Reason, check
 from fastgen.optimizer.transformers import kv_layers
+from fastgen.optimizer.transformers.row_groups import TOKENIZER
 
 # Arguments of a forward with a column for each of its tokens, by what the columns of drafted tokens are.
 TOKENS = ("input_ids", "decoder_input_ids")
@@ -45,8 +46,8 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # those of the last token
 MASKS = ("attention_mask", "decoder_attention_mask")
 KEPT_LOGITS = "logits_to_keep"
 
-# Arguments without such columns, and types of arguments that have none. `tokenizer` is that of stop strings.
-WITHOUT_COLUMNS = (*CACHE_NAMES, "encoder_outputs", "tokenizer")
+# Arguments without such columns, and types of arguments that have none.
+WITHOUT_COLUMNS = (*CACHE_NAMES, "encoder_outputs", TOKENIZER)
 PLAIN_TYPES = (type(None), bool, str)
 
 NOTHING_REPEATED = Reason("NOTHING_REPEATED", "the text repeated nothing that was worth checking")

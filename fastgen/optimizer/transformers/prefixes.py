@@ -31,7 +31,7 @@ from fastgen.optimizer.transformers import kv_layers
 from fastgen.optimizer.transformers.checks import KNOWN, CallChecks, HostModel
 from fastgen.optimizer.transformers.kept_prefix import PLAIN, PrefixReuse, reuse_of
 from fastgen.optimizer.transformers.models import images
-from fastgen.optimizer.transformers.row_groups import IMAGES
+from fastgen.optimizer.transformers.row_groups import IMAGES, TOKENIZER
 
 NAN = Reason("NAN", "logits are NaN after a common prefix, and might not be without it")
 
@@ -102,8 +102,9 @@ def prompt_of(arguments: dict[str, Any]) -> Tensor:
 
 
 def options_of(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that have no columns and are not the cache."""
-    return {name: value for name, value in arguments.items() if name not in COLUMNS and not isinstance(value, Cache)}
+    """Returns the arguments that have no columns, without the cache and the tokenizer of stop strings."""
+    names = [name for name in arguments if name not in COLUMNS and name != TOKENIZER]
+    return {name: arguments[name] for name in names if not isinstance(arguments[name], Cache)}
 
 
 def column_names(arguments: dict[str, Any]) -> list[str]:

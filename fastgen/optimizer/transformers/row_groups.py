@@ -32,6 +32,9 @@ WITHOUT_ROWS = ("cache_position",)
 # The images and videos of a prompt, encoded before the prefill; models/images.py reduces them.
 IMAGES = "mm_encoder_outputs"
 
+# The argument that stop strings need. The library passes it on to the forward, which has no use for it.
+TOKENIZER = "tokenizer"
+
 # Arguments of these types have no rows.
 _PLAIN = (bool, int, float, str, Cache, torch.dtype, torch.device)
 
@@ -70,7 +73,7 @@ def unsupported_reasons(model_type: str, arguments: dict[str, Any], rows: int) -
     reasons = []
     unread = UNREAD_ARGUMENTS.get(model_type, ())
     for name, value in _leaves(arguments):
-        if name in unread or name == IMAGES or value is None or isinstance(value, _PLAIN):
+        if name in unread or name in (IMAGES, TOKENIZER) or value is None or isinstance(value, _PLAIN):
             continue
         if name not in OF_THE_PROMPT and MULTIMODAL.search(name):
             reasons.append(Reason("ARGUMENT_ROWS", f"argument {name}: its rows are not those of the prompt"))

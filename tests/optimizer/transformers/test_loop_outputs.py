@@ -234,10 +234,17 @@ def test_stop_strings_end_the_same_rows(way):
     model = tiny("llama")
     stops = [chr(256 + token) for token in (7, 19, 33, 52)]
     arguments = {"stop_strings": stops, "tokenizer": characters(model.config.vocab_size)}
-    with capturing("on"):
-        both = run_both(lambda: model.generate(**padded(9, 5), **NEW | DECODING[way] | arguments))
-    assert torch.equal(both.stock, both.fast) and not both.report.codes(LOOP)
-    assert bool(replays(both.report)) == LAYERS_ARE_KNOWN
+    input_ids = token_ids(2, 14)
+    input_ids[:, :10] = input_ids[0, :10]
+    with capturing("on"), configured(share="always"):
+        both = run_both(lambda: model.generate(input_ids, **NEW | DECODING[way] | arguments))
+    report = both.report
+    assert torch.equal(both.stock, both.fast) and not report.codes(LOOP)
+    assert bool(replays(report)) == LAYERS_ARE_KNOWN == bool(report.prefix_length)
+    assert (PREFILL in report.shared) == (way != "greedy") and not report.codes() & {
+        "ARGUMENT_TYPE",
+        "ARGUMENT_COLUMNS",
+    }
 
 
 def test_an_error_of_a_criterion_is_the_callers():

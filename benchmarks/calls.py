@@ -95,7 +95,8 @@ class Call:
 
     rows, length: of the inputs, in tokens or, of recordings, seconds. prefix: tokens before these that all inputs have
     in common. copies: equal rows of each input. padding: tokens of the second input. is_trained: in training mode, and
-    all weights change after each turn. stock: arguments of stock alone, with which outputs are not compared. outputs:
+    all weights change after each turn. reuses: whether each input is a call of its own, and all are inside of
+    `fastgen.reusing_prefix`. stock: arguments of stock alone, with which outputs are not compared. outputs:
     the closed set of `constrained` rows.
     """
 
@@ -107,6 +108,7 @@ class Call:
     copies: int = 1
     padding: int = 0
     is_trained: bool = False
+    reuses: bool = False
     stock: dict[str, Any] = field(default_factory=dict)
     outputs: str = ""
 
@@ -119,6 +121,7 @@ class Call:
         words = [MODELS[self.model].title, f"{self.rows} lines" if self.model == "demo" else size]
         words += [f"{self.prefix:,} of them in common"] * bool(self.prefix)
         words += [f"{self.copies} rows each, in training mode"] * self.is_trained
+        words += ["in one call each, `reusing_prefix`"] * self.reuses
         words += [f"among 100,000 {self.outputs}"] * bool(self.outputs)
         words += [f"beam {arguments['num_beams']}" if "num_beams" in arguments else "greedy"] * (
             not arguments["do_sample"]
@@ -183,6 +186,7 @@ CASES: dict[str, dict[str, Call]] = {
         "classify16": Call("gpt2-small", 16, 32, GREEDY | {"max_new_tokens": 1}, prefix=768),
         "ragged16": Call("gpt2-small", 4, 512, samples(16, max_new_tokens=64, eos_token_id=ENDS, top_k=0)),
         "short2": Call("llama-like", 2, 32, GREEDY | NEW16, prefix=16),
+        "reused4": Call("llama-512", 4, 32, GREEDY | NEW16, prefix=1024, reuses=True),
     },
     "rollouts": {
         f"g{copies}": Call("llama-like", 4, 512, samples(1), copies=copies, is_trained=True) for copies in (8, 16)
@@ -220,6 +224,9 @@ class Work:
 
     def generate(self, **more: Any) -> Any:
         """Returns rows of tokens, or for each recording start, end and tokens of its segments."""
+        if self.case.reuses:
+            with fastgen.reusing_prefix(self.model):
+                return torch.cat([self.generate_row(row, **more) for row in range(self.case.rows)])
         output = self.model.generate(**self.inputs, **self.arguments, **more)
         if "return_segments" not in self.arguments:
             return output
@@ -227,6 +234,10 @@ class Work:
             [(segment["start"].item(), segment["end"].item(), segment["tokens"].tolist()) for segment in recording]
             for recording in output["segments"]
         ]
+
+    def generate_row(self, row: int, **more: Any) -> torch.Tensor:
+        inputs = {name: values[row : row + 1] for name, values in self.inputs.items()}
+        return self.model.generate(**inputs, **self.arguments, **more)
 
     def are_equal(self, stock: Any, fast: Any) -> bool:
         if self.case.stock:

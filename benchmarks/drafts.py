@@ -1,19 +1,23 @@
 """Drafts: outputs that copy parts of their input, with drafts and without, and transformers' prompt lookup.
 
 Random weights copy nothing, so a logits processor forces the text: runs of 4 to 40 tokens from random places of the
-prompt, with other tokens between them. All ways have this processor; their tokens must be equal to the text.
+prompt, with other tokens between them. All ways have this processor; their tokens must be equal to the text. The
+command, which takes no processor, generates texts of random weights: they repeat themselves, more than texts do.
 """
 
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import calls
 import torch
+from lm_eval_cases import ALONE, OF_MODEL, write_model
 from measure import Options, Ways, compare
 from transformers import LogitsProcessor
 
@@ -22,7 +26,7 @@ from fastgen.models.demo import demo_path, sample_path
 from fastgen.testing import configured
 
 SHORTEST, LONGEST = 4, 40  # runs that are copied
-ALONE = "fastgen without drafts"
+COMMAND = "command"
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class Case:
 
     @property
     def workload(self) -> str:
+        if self.model == COMMAND:
+            return f"the command, batches of {self.rows}, {self.lines} lines, {self.new_tokens} new tokens each"
         title = calls.MODELS[self.model].title
         if self.model == "demo":
             return f"{title}, one line at a time"
@@ -57,6 +63,7 @@ CASES = {
         "demo": Case("demo"),
         "whisper": Case("whisper-tiny", length=30, new_tokens=96),
         "bart": Case("bart-base", length=64, new_tokens=96),
+        **{f"command-{rows}": Case(COMMAND, rows, length=100, new_tokens=64, lines=16) for rows in (1, 4, 16)},
     }
 }
 
@@ -87,6 +94,8 @@ def copying(prompt: list[int], share: float, length: int, vocabulary: int, rng: 
 
 def measure(kind: str, name: str, case: Case, options: Options) -> dict[str, Any]:
     """Returns the figures of a case; the ratio to stock's prompt lookup is that of one row with a forced text."""
+    if case.model == COMMAND:
+        return measure_command(name, case, options)
     call, with_lookup = call_of(case, options)
     counts: dict[str, int] = {}
 
@@ -135,3 +144,32 @@ def lines_of_demo(case: Case, options: Options) -> Callable[[], torch.Tensor]:
         return torch.nn.utils.rnn.pad_sequence(outputs, batch_first=True)
 
     return generate
+
+
+def measure_command(name: str, case: Case, options: Options) -> dict[str, Any]:
+    """Returns the figures of the command, which reads and writes files, on a Llama-like model."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = partial(outputs_of_command, case, Path(folder))
+        write_model(Path(folder, "model"), **OF_MODEL)
+        draw = random.Random(0)
+        lines = (" ".join(f"w{draw.randrange(1000)}" for _ in range(case.length)) for _ in range(case.lines))
+        Path(folder, "in.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        ways: Ways = {
+            "fastgen": run,
+            ALONE: configured(drafts="off")(run),
+            "stock": partial(run, "--without_fastgen_opt"),
+        }
+        result, returned = compare(ways, options)
+    equal = result["equal"] and torch.equal(returned[ALONE], returned["stock"])
+    return {"case": name, "workload": case.workload, "dtype": options.dtype, **result, "equal": equal}
+
+
+def outputs_of_command(case: Case, folder: Path, *flags: str) -> torch.Tensor:
+    """Runs the command in this process; returns the bytes of its output."""
+    from fastgen.cli.transformers.command import main
+
+    files = [str(folder / name) for name in ("model", "in.txt", "out.txt")]
+    sizes = ["--causal_lm", "--bs", str(case.rows), "--beam", "1", "--max_new_tokens", str(case.new_tokens)]
+    if status := main([*files, *sizes, "--quiet", "--overwrite", *flags]):
+        raise SystemExit(f"the command ended with status {status}")
+    return torch.tensor(list(Path(files[-1]).read_bytes()))

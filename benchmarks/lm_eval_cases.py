@@ -1,6 +1,7 @@
 """lm-evaluation-harness on tasks of local data, on a model made for it: transformers against fastgen.
 
-Batches of 16 rows; a Llama-like model with random weights (6 layers of width 512). All answers are compared, texts
+Batches of 16 rows unless another number is named; a Llama-like model with random weights (6 layers of width 512), whose
+texts repeat themselves, more than texts of trained models do: drafts gain at most this. All answers are compared, texts
 exactly and log-probabilities to 1e-4. Needs `pip install lm-eval`.
 """
 
@@ -17,13 +18,15 @@ from measure import Options, compare, with_and_without
 from transformers import LlamaConfig, LlamaForCausalLM
 from word_tokenizer import word_tokenizer
 
+from fastgen.testing import configured
+
 
 @dataclass(frozen=True)
 class Case:
     """Questions of about `length` tokens, after `shots` tokens of examples.
 
     workload: in words. repeats: samples of each question. options: of multiple choice. tasks: so many of these, each
-    with examples of its own.
+    with examples of its own. batch: rows.
     """
 
     questions: int
@@ -32,6 +35,7 @@ class Case:
     repeats: int = 1
     options: int = 0
     tasks: int = 1
+    batch: int = 16
     workload: str = ""
 
 
@@ -39,13 +43,18 @@ CASES = {
     "lm_eval": {
         "repeats16": Case(6, 400, repeats=16, workload="6 questions of about 400 tokens, 16 samples each"),
         "shots5": Case(48, 60, shots=600, workload="5 examples of about 600 tokens together, 48 questions"),
+        "greedy-alone": Case(12, 200, batch=1, workload="12 questions of about 200 tokens, one at a time"),
+        "greedy16": Case(12, 200, workload="12 questions of about 200 tokens in one batch"),
         "choice4": Case(64, 300, options=4, workload="64 questions of about 300 tokens, 4 options"),
         "choice4-shots5": Case(64, 300, 600, options=4, workload="64 questions with 4 options after 5 examples"),
         "choice4-shots5-2tasks": Case(32, 300, 600, options=4, tasks=2, workload="2 tasks of 32 such questions"),
     }
 }
 TASK = "local_questions"
+ALONE = "fastgen without drafts"
 VOCABULARY = 2000
+OF_MODEL = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6}
+OF_MODEL |= {"num_attention_heads": 8, "num_key_value_heads": 2}
 
 
 def write_model(folder: Path, **sizes: int) -> None:
@@ -95,11 +104,10 @@ class Evaluation:
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
 
-        sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6}
-        write_model(folder / "model", **sizes, num_attention_heads=8, num_key_value_heads=2)
+        write_model(folder / "model", **OF_MODEL)
         self.names = [write_task(folder, case, number=number) for number in range(case.tasks)]
         self.tasks = TaskManager(include_path=str(folder), include_defaults=False)
-        self.model = HFLM(pretrained=str(folder / "model"), dtype="float32", device="cpu", batch_size=16)
+        self.model = HFLM(pretrained=str(folder / "model"), dtype="float32", device="cpu", batch_size=case.batch)
 
     def answers(self) -> list[Any]:
         from lm_eval import simple_evaluate
@@ -118,5 +126,8 @@ def are_equal(stock: Any, fast: Any) -> bool:
 def measure(kind: str, name: str, case: Case, options: Options) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         evaluation = Evaluation(case, Path(folder))
-        result, _ = compare(with_and_without(evaluation.answers), options, are_equal)
+        ways = with_and_without(evaluation.answers)
+        if not (case.options or case.repeats > 1):  # greedy
+            ways[ALONE] = configured(drafts="off")(evaluation.answers)
+        result, _ = compare(ways, options, are_equal)
     return {"case": name, **result}

@@ -216,7 +216,7 @@ CASES = {
         "beam4-dict": Case("beam 4, `return_dict_in_generate`", BEAMS | {"return_dict_in_generate": True}),
         "beam4-scores": Case("beam 4, `output_scores`", BEAMS | WITH_SCORES),
         "samples8-scores": Case("8 samples, `output_scores`", SAMPLES | WITH_SCORES),
-        "greedy-dict": Case("greedy, `return_dict_in_generate`", GREEDY | WITH_SCORES),
+        "greedy-dict": Case("greedy, `output_scores`", GREEDY | WITH_SCORES),
         "sampled-beams": Case("beam 4 with `do_sample`", BEAMS | {"do_sample": True}),
         "beam4-criterion": Case("beam 4, a stopping criterion of the program", BEAMS, (criterion,)),
         "beam4-stop-strings": Case("beam 4, `stop_strings`", BEAMS, (stop_strings,)),

@@ -133,6 +133,18 @@ def drafts_table(measured: Mapping[str, Any]) -> str:
     return table(("workload", *ways, "than without drafts", "than stock"), rows)
 
 
+def reach_table(measured: Mapping[str, Any]) -> str:
+    cases = {result["case"]: result for result in measured["results"]}
+    rows = []
+    for result in (cases[name] for name in importlib.import_module("reach").CASES["reach"] if name in cases):
+        seconds, reason = result["seconds"], result["reason"]
+        cells = [f"{seconds[way]:.2f} s" for way in ("stock", "fastgen")]
+        why = f"`{reason['code']}`, {reason['part']}" if reason else "–"
+        same = "equal" if result["equal"] else "DIFFERS"
+        rows.append([result["workload"], *cells, f"**{stock_ratio(result):.2f}×**", same, why])
+    return table(("call", "stock", "fastgen", "faster", "output", "why not more"), rows)
+
+
 def mqa_table(measured: Mapping[str, Any]) -> str:
     results = measured["results"]
     rows = [[result["case"], *stage_cells(result), to_multi_head(result, results)] for result in results]
@@ -239,6 +251,14 @@ QUESTIONS = (
         "float32.",
     ),
     (
+        "Find your call",
+        "reach",
+        "Calls as programs make them: one prompt of 256 tokens (a chat: 512), 32 new tokens, a Llama-like model of 6 "
+        "layers × 512 unless another is named; CPU time of one thread, without drafts. *output*: tokens, and scores to "
+        "1e-4 where they are returned. *why not more*: the first [reason](reasons.md) that is no choice of fastgen, and "
+        "the part of the call.",
+    ),
+    (
         "Common prefixes",
         "prefix",
         "Prompts that share their first tokens ([rollouts.md](rollouts.md#calls-with-a-common-prefix)); tokens are "
@@ -298,6 +318,7 @@ QUESTIONS = (
 )
 # Tables of kinds whose results are not those of a workload.
 ANSWERS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "reach": reach_table,
     "drafts": drafts_table,
     "mqa": mqa_table,
     "seamless": seamless_tables,

@@ -44,6 +44,7 @@ CASES = {
         "grpo-long": Case(4, 8, 128, 256, workload="4 prompts of 128, 8 completions of 256, forward and backward"),
         "dpo": Case(4, 2, 512, 64, workload="4 pairs, prompt 512, answers of 64, forward and backward"),
         "trl-grpo": GrpoStep(),
+        "trl-grpo-defaults": GrpoStep(2, 256, 8, 32, "llama-512", has_defaults=True),
         "alone": Case(8, 1, 512, 64, workload="8 prompts of 512, 1 completion of 64 each, forward and backward"),
     }
 }

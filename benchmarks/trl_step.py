@@ -19,26 +19,33 @@ from word_tokenizer import word_tokenizer
 
 @dataclass(frozen=True)
 class GrpoStep:
-    """A step with completions of several prompts. lengths are in tokens, of which a word is one."""
+    """A step with completions of several prompts. Lengths are in tokens, and a word is one.
+
+    has_defaults: whether TRL's own settings hold, and the model has an adapter (LoRA): mixed precision in bfloat16 by
+    accelerate, gradient checkpointing, no reference. Otherwise all is computed in the dtype of the run.
+    """
 
     prompts: int = 4
     length: int = 512
     completions: int = 8
     completion_length: int = 64
     model: str = "llama-like"
+    has_defaults: bool = False
 
     @property
     def workload(self) -> str:
         """Returns the case in words."""
         each = f"{self.completions} completions of {self.completion_length} each"
-        return f"a GRPO step of TRL, {MODELS[self.model].title}, {self.prompts} prompts of {self.length} tokens, {each}"
+        settings = ", TRL's defaults (bf16, gradient checkpointing) with LoRA" if self.has_defaults else ""
+        title = f"{MODELS[self.model].title}{settings}"
+        return f"a GRPO step of TRL, {title}, {self.prompts} prompts of {self.length} tokens, {each}"
 
 
 class Gradients(TrainerCallback):
     """Copies the gradients of a step."""
 
     def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
-        self.copies = [weight.grad.clone() for weight in model.parameters()]
+        self.copies = [weight.grad.clone() for weight in model.parameters() if weight.requires_grad]
 
 
 class Training:
@@ -46,6 +53,7 @@ class Training:
 
     def __init__(self, case: GrpoStep, options: Options, folder: Path) -> None:
         from datasets import Dataset
+        from peft import LoraConfig
         from trl import GRPOConfig, GRPOTrainer
 
         model = MODELS[case.model].make().to(options.torch_dtype)
@@ -54,23 +62,27 @@ class Training:
         lines = [
             " ".join(f"w{(31 * row + word**2) % 997}" for word in range(case.length)) for row in range(case.prompts)
         ]
+        precise = {"beta": 0.04, "bf16": False, "gradient_checkpointing": False}
+        precise["model_init_kwargs"] = {"dtype": options.dtype}
         arguments = GRPOConfig(
             output_dir=str(folder / "out"),
             max_steps=1,
             per_device_train_batch_size=case.prompts * case.completions,
             num_generations=case.completions,
             max_completion_length=case.completion_length,
-            beta=0.04,
-            bf16=False,
-            gradient_checkpointing=False,
             use_cpu=options.device == "cpu",
-            model_init_kwargs={"dtype": options.dtype},
             report_to=[],
             save_strategy="no",
             disable_tqdm=True,
+            **({} if case.has_defaults else precise),
         )
         self.trainer = GRPOTrainer(
-            str(folder), reward, arguments, Dataset.from_dict({"prompt": lines}), processing_class=tokenizer
+            str(folder),
+            reward,
+            arguments,
+            Dataset.from_dict({"prompt": lines}),
+            processing_class=tokenizer,
+            peft_config=LoraConfig() if case.has_defaults else None,
         )
         self.gradients = Gradients()
         self.trainer.add_callback(self.gradients)

@@ -32,6 +32,7 @@ TINY = {
     "whisper": ("WhisperForConditionalGeneration", {"begin_suppress_tokens": None, **WHISPER}),
 }
 BEAMS = "arguments={'num_beams': 2, 'do_sample': False, 'max_new_tokens': 4}"
+GRPO = ["model=llama", "prompts=2", "length=12", "completions=2", "completion_length=4"]
 # Case, fields that make it small, and whether the test is slow. {model}: a key of TINY.
 CASES = {
     "bart-beam4": (["model=bart", "length=6", BEAMS], False),
@@ -40,6 +41,7 @@ CASES = {
     "unilm-beam5": (["rows=1", "length=12", BEAMS], True),
     "prophetnet-beam5": (["model=prophetnet", "length=6", BEAMS], False),
     "prefix/samples8": (["model=llama", "rows=2", "length=3", "prefix=12"], False),
+    "prefix/reused4": (["model=llama", "rows=2", "length=3", "prefix=12"], False),
     "rollouts/g8": (["model=llama", "rows=2", "length=12"], False),
     "constrained/ids-beam20": (["model=llama", "length=9"], True),
     "constrained/names-beam10": (["model=t5", "length=9"], True),
@@ -54,9 +56,13 @@ CASES = {
     "mqa/multi-query": (["length=8", "batch=2"], False),
     "small": (["shapes=1"], False),
     "drafts/llama-1-80": (["model=llama", "length=48", "new_tokens=12"], False),
-    "trainer/trl-grpo": (["model=llama", "prompts=2", "length=12", "completions=2", "completion_length=4"], True),
+    "trainer/trl-grpo": (GRPO, True),
+    "trainer/trl-grpo-defaults": (GRPO, True),
+    "drafts/command-1": (["lines=2", "length=8", "new_tokens=8"], True),
+    "lm_eval/greedy-alone": (["questions=2", "length=8"], True),
 }
-OPTIONAL = {"fairseq": "fairseq", "fairseq_command": "fairseq", "lm_eval": "lm_eval", "trainer/trl-grpo": "trl"}
+OPTIONAL = {"fairseq": "fairseq", "fairseq_command": "fairseq", "lm_eval": "lm_eval"}
+OPTIONAL |= {"trainer/trl-grpo": "trl", "trainer/trl-grpo-defaults": "trl"}
 
 
 @pytest.fixture
@@ -65,7 +71,8 @@ def bench(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     calls, fairseq, stages = map(importlib.import_module, ("calls", "fairseq_cases", "stages"))
     for name, (kind, sizes) in TINY.items():
-        monkeypatch.setitem(calls.MODELS, name, calls.Model(f"transformers:{kind}", sizes, name))
+        title = calls.MODELS[name].title if name in calls.MODELS else name  # pages have it
+        monkeypatch.setitem(calls.MODELS, name, calls.Model(f"transformers:{kind}", sizes, title))
     monkeypatch.setattr(calls.ConstrainedWork, "OUTPUTS", 500)
     monkeypatch.setitem(fairseq.MODELS, "tiny", (50, "transformer_tiny", {}))
     sizes = {"vocab_size": 40, "d_model": 16, "head_dim": 4, "encoder_layers": 2, "decoder_layers": 2}

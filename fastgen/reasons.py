@@ -32,8 +32,8 @@ CODES: dict[str, dict[str, str]] = {
         "SHARE_NEVER": "nothing is shared under `FASTGEN_SHARE=never`",
         "TOO_SMALL": (
             "a prefill once per input saves less than it costs (the detail has both, in milliseconds), or the call is "
-            "so short, on so small a model, that nothing can gain what fastgen costs; no drafts for a model whose steps "
-            "take at least four times as long in Python as in kernels"
+            "so short, on so small a model, that nothing can gain what fastgen costs; no drafts for a model whose "
+            "steps take at least four times as long in Python as in kernels"
         ),
     },
     "The call": {

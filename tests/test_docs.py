@@ -114,10 +114,18 @@ def test_the_example_of_trl_reports_rollout_and_scoring(tmp_path):
         assert line in done.stdout and line in shown
 
 
-@pytest.mark.parametrize("code", python_of("docs/coming-from.md"), ids=("function", "generator", "trainer", "LoRA"))
-def test_programs_of_users_run_without_a_network(code):
-    pytest.importorskip("peft")
-    assert SPOKEN.partition(" one ")[0] in run_code(code, HF_HUB_OFFLINE="1")
+PROGRAMS = {"function": SPOKEN, "recognizer": "4 texts", "generator": SPOKEN}
+PROGRAMS |= {"trainer": "thirty", "LoRA": "thirty", "harness": "thirty"}
+
+
+@pytest.mark.parametrize(
+    ("code", "output"), zip(python_of("docs/coming-from.md"), PROGRAMS.values(), strict=True), ids=PROGRAMS
+)
+def test_programs_of_users_run_without_a_network(code, output):
+    for package in ("peft", "lm_eval"):
+        if f"from {package}" in code:
+            pytest.importorskip(package)
+    assert output.partition(" one ")[0] in run_code(code, HF_HUB_OFFLINE="1")
 
 
 RECIPES = python_of("docs/scaling.md")

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import CodeType
 
-from fastgen.batch.config import CHECKS, FASTSEQ_NAMES, OTHER_NAMES, BadValue, Check, settings_of_run
-from fastgen.batch.generator import OF_FILES
+from fastgen.batch.config import CHECKS, FASTSEQ_NAMES, OTHER_NAMES, names_of, settings_of_run
+from fastgen.batch.values import Check
 from fastgen.cli import verify
 from fastgen.cli.fairseq import args as fairseq_args
 from fastgen.cli.fairseq.command import add_flags
@@ -79,7 +79,7 @@ def flags() -> str:
             texts.append(f"### {(group.title or '').capitalize()}\n\n{table}")
     others = {name: to for name, to in OTHER_NAMES.items() if to not in FASTSEQ_NAMES}
     other_names = ", ".join(f"`--{name}` is `--{to}`" for name, to in (FASTSEQ_NAMES | others).items())
-    without = ", ".join(f"`{name}`" for name in OF_FILES)
+    without = ", ".join(f"`{name}`" for name in names_of(python=False))
     texts.append(f"Other names: {other_names}.\n")
     texts.append(f"`fastgen.TextGenerator` takes the settings by name, except {without}.\n")
     texts.append(f"### Values of settings of `generate`\n\n{_settings_of_generate()}")
@@ -116,14 +116,9 @@ def _settings_of_generate() -> str:
 
 
 def _accepted(check: Check) -> str:
-    """Returns what a setting accepts, as its message says it."""
-    try:
-        check(object())
-    except BadValue as error:
-        accepted = str(error).partition("(accepted: ")[2].removesuffix(")")
-        accepted = re.sub(r"a whole number, (-?\d+) to \d+", r"a whole number from \1 on", accepted)
-        return "" if accepted == "a string" else _escaped(accepted)
-    return ""
+    """Returns what a setting accepts, as its message says it; empty for any text."""
+    accepted = re.sub(r"a whole number, (-?\d+) to \d+", r"a whole number from \1 on", check.accepted)
+    return "" if accepted == "a string" else _escaped(accepted)
 
 
 def _escaped(text: str) -> str:

@@ -1,40 +1,52 @@
-"""The settings of a run, the values that they accept, and contradictions between them.
+"""The settings of a run: each is a field that has its flag, its help and every decision about it.
 
 Names and meanings are FastSeq's, so that its command lines still work; every field of transformers' GenerationConfig is
-also a setting. Nothing here imports torch: mistakes are reported before anything slow happens.
+also a setting. The parser, docs/flags.md, the signature of a run, the refusals of tasks and the arguments of
+TextGenerator are queries over these fields. Nothing here imports torch: mistakes are reported before anything slow
+happens.
 
 Tests: tests/batch/test_settings.py, tests/cli/transformers/test_flags.py
 """
 
 from __future__ import annotations
 
-import json
 import math
-import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field, fields
-from datetime import datetime
+from difflib import get_close_matches
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from fastgen.batch.errors import InputError
+from fastgen.batch.values import AUTO, UNSET, BadValue, Check, flag, iso_date, json_object, one_of, real, text, whole
 
 STREAM = "-"  # INPUT: standard input, OUTPUT: standard output
-AUDIO_OUT = ("text-to-speech", "speech-to-speech")  # OUTPUT names audio files
+# The kinds of runs, which a setting's `tasks` lists: see task.py. Those with sounds are named by --task.
+TEXT, CAUSAL, CHAT = "text", "causal", "chat"
+TRANSCRIBE, SPEAK, INTERPRET = "automatic-speech-recognition", "text-to-speech", "speech-to-speech"
+TO_TEXT = frozenset({TEXT, CAUSAL, CHAT, TRANSCRIBE})
+FROM_TEXT = frozenset({TEXT, CAUSAL, CHAT, SPEAK})
+DECODERS = frozenset({CAUSAL, CHAT})
+AUDIO_OUT = (SPEAK, INTERPRET)  # OUTPUT names audio files
+ALL = TO_TEXT | set(AUDIO_OUT)
+OF_SOUND = {"speech-to-text": TRANSCRIBE, **{name: name for name in (TRANSCRIBE, *AUDIO_OUT)}}
 # The tasks of fastgen, in addition to those that MODEL has settings for.
-TASKS = ("automatic-speech-recognition", "speech-to-text", *AUDIO_OUT, "translation")
+TASKS = (*OF_SOUND, "translation")
+# Why a kind of run does not have all settings.
+WHY_REFUSED = {
+    CAUSAL: "which has no encoder",
+    CHAT: "which has no encoder, and where the end of a conversation is where the answer begins",
+    TRANSCRIBE: "whose inputs are audio files",
+    SPEAK: "whose outputs are audio files",
+    INTERPRET: "whose inputs and outputs are audio files",
+}
 FORMATS = ("text", "jsonl", "openai")
 # Ends of names of tables, and what their formats are called.
 TABLES = {"csv": "CSV", "tsv": "TSV", "parquet": "Parquet", "arrow": "Arrow", "feather": "Arrow"}
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# Settings of which only one is accepted.
-EXCLUSIVE = (
-    *(("dtype", "fp16", "bf16"), ("truncation", "no_truncation"), ("max_length", "max_new_tokens")),
-    *(("retry_failed", "overwrite"), ("retry_failed", "merge")),
-)
 # FastSeq's names for settings of generate, as flags and in messages of the command.
 FASTSEQ_NAMES = {"num_beams": "beam", "max_length": "max_gen_length", "min_length": "min_gen_length"}
 OTHER_NAMES = {
@@ -50,97 +62,11 @@ REFUSED_SETTINGS = (
     *("return_segments", "return_token_timestamps", "streamer", "logits_processor", "stopping_criteria"),
     *("prefix_allowed_tokens_fn", "assistant_model", "is_assistant", "compile_config", "continuous_batching_config"),
 )
-
-# Counts, lengths, token ids and seeds fit; larger numbers would overflow inside torch.
-LARGEST_NUMBER = 2**31 - 1
-UNSET = {"-1": None}  # FastSeq's number for "not set"
-AUTO = {"auto": "auto"}
-TODAY = "today"  # --date: the day on which the run starts
-
-Check = Callable[[Any], Any]  # returns the parsed value of a setting, or raises BadValue
-
-
-class BadValue(ValueError):
-    """A value that a setting does not accept. The message says why; the caller adds the name of the setting."""
-
-
-def _number(convert: Callable[[Any], Any], accepted: str, fits: Callable[[Any], bool]) -> Check:
-    def check(value: Any) -> Any:
-        try:
-            number = convert(value)
-        except (TypeError, ValueError, OverflowError):
-            raise BadValue(f"{value!r} is no number (accepted: {accepted})") from None
-        if not fits(number) or isinstance(value, bool):
-            raise BadValue(f"{value} is out of range (accepted: {accepted})")
-        return number
-
-    return check
-
-
-def whole(minimum: int, words: dict[str, Any] | None = None) -> Check:
-    """Returns the check of whole numbers from `minimum` on, and of words for special values."""
-    values = words or {}
-    accepted = ", or ".join([f"a whole number, {minimum} to {LARGEST_NUMBER}", *values])
-    number = _number(
-        lambda value: int(value) if isinstance(value, str) else operator.index(value),
-        accepted,
-        lambda n: minimum <= n <= LARGEST_NUMBER,
-    )
-    return lambda value: values[value] if isinstance(value, str) and value in values else number(value)
-
-
-def real(above: float = -math.inf, up_to: float = math.inf) -> Check:
-    """Returns the check of finite numbers greater than `above` and not greater than `up_to`."""
-    bounds = [f"greater than {above:g}"] * (above > -math.inf) + [f"at most {up_to:g}"] * (up_to < math.inf)
-    accepted = " and ".join(["a finite number", *bounds])
-    return _number(float, accepted, lambda x: math.isfinite(x) and above < x <= up_to)
-
-
-def one_of(*values: Any) -> Check:
-    """Returns the check of these values, or of their names in any case."""
-    named = {str(value).lower(): value for value in values}
-
-    def check(value: Any) -> Any:
-        if str(value).lower() not in named or not isinstance(value, (str, bool)):
-            raise BadValue(f"{value!r} is not known (accepted: {', '.join(named)})")
-        return named[str(value).lower()]
-
-    return check
-
-
-def text(value: Any) -> str:
-    """Checks and returns a string."""
-    if not isinstance(value, str):
-        raise BadValue(f"{value!r} is no text (accepted: a string)")
-    return value
-
-
-def iso_date(value: Any) -> str:
-    """Checks and returns a date in ISO 8601, with or without the time of day, or TODAY."""
-    if value == TODAY:
-        return TODAY
-    try:
-        return datetime.fromisoformat(str(value)).isoformat()
-    except ValueError:
-        accepted = f"accepted: {TODAY}, or a date such as 2026-10-05 or 2026-10-05T14:30"
-        raise BadValue(f"{value!r} is no date ({accepted})") from None
-
-
-def json_object(value: Any) -> dict[str, Any]:
-    """Checks and returns an object, or the object in a JSON file with this path."""
-    values = value
-    if isinstance(value, str):
-        try:
-            values = json.loads(Path(value).read_text(encoding="utf-8-sig"))
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or f"is not JSON ({error})"
-            raise BadValue(f"{value}: {why}") from None
-    if not isinstance(values, dict):
-        raise BadValue(f'{value}: holds no JSON object (accepted: {{"num_beams": 4, …}})')
-    return values
-
-
-flag = one_of(True, False)
+# Settings of generate that only some tasks have.
+TASKS_OF_GENERATE = {
+    "decoder_start_token_id": frozenset({TEXT, TRANSCRIBE}),
+    **dict.fromkeys(("num_return_sequences", "text_num_return_sequences"), TO_TEXT),
+}
 # Checks of some settings of generate, for flags and Python alike; GenerationConfig checks all settings later.
 CHECKS: dict[str, Check] = {
     **dict.fromkeys(("num_beams", "num_return_sequences", "max_length", "max_new_tokens"), whole(1)),
@@ -156,6 +82,9 @@ CHECKS: dict[str, Check] = {
     **dict.fromkeys(("return_timestamps", "condition_on_prev_tokens"), flag),
     "early_stopping": one_of(True, False, "never"),  # the values that transformers accepts
 }
+# What a setting affects. OUTPUTS: what is generated. RECORDS: also which lines there are, or the form of their records.
+# A run is resumed only with the same values of both; a retry may change those that affect OUTPUTS only.
+NOTHING, OUTPUTS, RECORDS = "nothing", "outputs", "records"
 
 
 def as_argument(name: str, value: Any = None) -> str:
@@ -163,101 +92,164 @@ def as_argument(name: str, value: Any = None) -> str:
     return name if value is None else f"{name}={value!r}"
 
 
-def _setting(help: str, default: Any = None, **metadata: Any) -> Any:
-    """Returns a field that is also a flag. accepts: the check of its values; nargs, const, metavar: argparse's."""
-    metadata = {"help": help, "accepts": text, **metadata}
+def setting(
+    help: str,
+    default: Any = None,
+    *,
+    group: str,
+    affects: str,
+    tasks: Set[str],
+    python: bool,
+    per_shard: bool,
+    accepts: Check | None = None,
+    needs: tuple[str, Any] | None = None,
+    not_with: tuple[str, ...] = (),
+    **argparse: Any,
+) -> Any:
+    """Returns a field that is also a flag; one without its decisions is a TypeError at import.
+
+    group: the title of the flag's group in --help-all. affects: see NOTHING, OUTPUTS, RECORDS. tasks: the kinds of runs
+    that have it. python: whether TextGenerator has it. per_shard: whether shards of one run may have several values.
+    accepts: the check of its values; unless set, a switch if the default is False, and otherwise a text. needs: the
+    setting, and its value, without which this one is refused. not_with: settings that contradict it. argparse: its
+    options nargs, const and metavar.
+    """
+    decisions = {"group": group, "affects": affects, "tasks": tasks, "python": python, "per_shard": per_shard}
+    accepts = accepts or (flag if default is False else text)
+    metadata = decisions | {
+        "accepts": accepts,
+        "needs": needs,
+        "not_with": not_with,
+        "argparse": {"help": help, **argparse},
+    }
     if default == []:
         return field(default_factory=list, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def _switch(help: str) -> Any:
-    return _setting(help, False, accepts=flag)
-
-
-def _whole(help: str, least: int = 1, default: Any = None, words: dict[str, Any] | None = None) -> Any:
-    return _setting(help, default, accepts=whole(least, words), metavar="N")
-
-
-def _choice(help: str, metavar: str, *values: str) -> Any:
-    return _setting(help, accepts=one_of(*values), metavar=metavar)
+# Groups of flags in --help-all. --help shows the first one.
+COMMON, SEARCH, MODEL = "common flags", "more generation settings", "model"
+FORMS, TOKENS, BATCHES = "formats of INPUT and OUTPUT", "text, tokens and languages", "batches, threads and shards"
+ADDRESS_OR_AUTO = {"nargs": "?", "const": "auto", "metavar": "ADDRESS"}
+# The decisions that several settings share.
+_file = partial(setting, group="", affects=NOTHING, tasks=ALL, python=False, per_shard=False)
+_kind = partial(setting, group=COMMON, affects=RECORDS, python=True, per_shard=False)
+_run = partial(setting, group=COMMON, affects=NOTHING, tasks=ALL, python=False, per_shard=False)
+_process = partial(_run, group=BATCHES)
+_search = partial(setting, group=SEARCH, affects=OUTPUTS, tasks=ALL, python=True, per_shard=False)
+_model = partial(setting, group=MODEL, affects=OUTPUTS, tasks=ALL, python=True, per_shard=False)
+_format = partial(setting, group=FORMS, affects=RECORDS, tasks=ALL, python=False, per_shard=False)
+_text = partial(setting, group=TOKENS, affects=OUTPUTS, tasks=ALL, python=True, per_shard=False)
+_size = partial(
+    setting, group=BATCHES, affects=OUTPUTS, tasks=ALL, python=True, per_shard=False, accepts=whole(1), metavar="N"
+)
+_part = partial(setting, group=BATCHES, affects=RECORDS, tasks=ALL, python=False, per_shard=True)
+_score = partial(setting, group="scores", affects=NOTHING, tasks=TO_TEXT, python=False, per_shard=False)
 
 
 @dataclass(frozen=True)
 class BatchConfig:
     """The settings of a run: the command's flags by name, which docs/flags.md lists.
 
-    Raises InputError for values that are not accepted, and for contradictory settings; tasks check whether they support
-    a setting. Settings implied by formats and file names are filled in. gen: settings of generate by name. named: turns
-    the name and the value, if any, of a setting into its form in messages.
+    Raises InputError for values that are not accepted, for contradictory settings, and for those that the kind of run
+    does not have. Settings implied by formats and file names are filled in. gen: settings of generate by name. named:
+    turns the name and the value, if any, of a setting into its form in messages.
     """
 
-    model: str = _setting("local folder, hub name, or demo for the model in fastgen")
-    input: str = _setting("text, an input per line, or records (.jsonl, .csv, .parquet, …); - stdin", STREAM)
-    output: str = _setting("file to write, JSON records for a .jsonl; - stdout", STREAM)
+    model: str = _file("local folder, hub name, or demo for the model in fastgen")
+    input: str = _file("text, an input per line, or records (.jsonl, .csv, .parquet, …); - stdin", STREAM)
+    output: str = _file("file to write, JSON records for a .jsonl; - stdout", STREAM)
 
-    bs: int | None = _whole("most inputs per batch (or --batch_size)")
-    causal_lm: bool = _switch("MODEL is a decoder-only model (GPT-2, Llama, …)")
-    chat: bool = _switch("lines are messages of a user, or lists of messages")
-    task: str | None = _setting("speech-to-text, text-to-speech, translation, …", metavar="NAME")
-    device: str | None = _setting("cpu, cuda, cuda:1, … (default: cuda if there is one)", metavar="NAME")
-    workers: Any = _whole("processes with a model each, or auto (needs ray)", words=AUTO)
-    resume: bool = _switch("resume the run that left OUTPUT.part")
-    overwrite: bool = _switch("replace an existing OUTPUT or --score_path")
-    retry_failed: bool = _switch("only the lines of OUTPUT that failed, in place")
-    quiet: bool = _switch("no progress on stderr, only what went wrong")
-
-    seed: int | None = _whole("seed of the samples (default: drawn, and kept for --resume)", 0)
-    forced_bos_token: str | None = _setting("token that every output starts with, as text", metavar="TOKEN")
-    generation_config: dict[str, Any] | None = _setting(
-        "generation settings as JSON; flags win over them", accepts=json_object, metavar="FILE"
+    bs: int | None = _size("most inputs per batch (or --batch_size)", group=COMMON)
+    causal_lm: bool = _kind("MODEL is a decoder-only model (GPT-2, Llama, …)", False, tasks=DECODERS)
+    chat: bool = _kind(
+        "lines are messages of a user, or lists of messages", False, tasks={CHAT}, needs=("causal_lm", True)
     )
-    gen: list[tuple[str, Any]] = _setting("any setting of generate; may be repeated", [], metavar="KEY=VALUE")
-
-    dtype: str | None = _choice("auto (as saved), float32, bfloat16 or float16", "TYPE", *DTYPES)
-    fp16: bool = _switch("the same as --dtype float16")
-    bf16: bool = _switch("the same as --dtype bfloat16")
-    attn_implementation: str | None = _setting("eager, sdpa, … (default: the library's choice)", metavar="NAME")
-    device_map: str | None = _choice("auto: over all devices, by accelerate", "MAP", "auto")
-    without_fastgen_opt: bool = _switch("run the unchanged library")
-
-    input_format: str | None = _choice("text, jsonl or openai (default: by INPUT)", "FORMAT", *FORMATS)
-    output_format: str | None = _choice("text, jsonl or openai (default: by OUTPUT, else as INPUT)", "FORMAT", *FORMATS)
-    text_field: str = _setting("JSON field of the input; a.b is b of a (default: text)", "text", metavar="NAME")
-    id_field: str | None = _setting("JSON field that names a record in messages", metavar="NAME")
-    join_outputs: bool = _switch("several outputs on one line of text, joined with ####")
-    output_sequence_scores: bool = _switch("in text, write SCORE<tab>TEXT (NA without beams)")
-
-    prefix: str | None = _setting("text before every line that is not empty", metavar="TEXT")
-    system: str | None = _setting("system message before each chat", metavar="TEXT")
-    date: str | None = _setting(
-        "date in the chat template (default: today, kept for --resume)", accepts=iso_date, metavar="DATE"
+    task: str | None = _kind("speech-to-text, text-to-speech, translation, …", tasks=ALL, metavar="NAME")
+    device: str | None = _model(
+        "cpu, cuda, cuda:1, … (default: cuda if there is one)", group=COMMON, per_shard=True, metavar="NAME"
     )
-    src_lang: str | None = _setting("language of INPUT, as the model calls it", metavar="LANG")
-    tgt_lang: str | None = _setting("language of OUTPUT, as the model calls it", metavar="LANG")
-    speaker_id: int | None = _whole("voice that speaks, from 0 on", 0)
-    max_tokenizer_length: int | None = _whole("truncate inputs to N tokens")
-    truncation: bool = _switch("truncate inputs to the model's limit")
-    no_truncation: bool = _switch("truncate nothing: what is too long fails")
-    padding_side: str | None = _choice("left or right (default: MODEL's)", "SIDE", "left", "right")
-    include_special_tokens: bool = _switch("keep special tokens such as </s> in the output")
-    clean_up_tokenization_spaces: bool = _switch("remove spaces before punctuation")
+    workers: Any = _run("processes with a model each, or auto (needs ray)", accepts=whole(1, AUTO), metavar="N")
+    resume: bool = _run("resume the run that left OUTPUT.part", False)
+    overwrite: bool = _run("replace an existing OUTPUT or --score_path", False)
+    retry_failed: bool = _run(
+        "only the lines of OUTPUT that failed, in place", False, tasks=TO_TEXT, not_with=("overwrite", "merge")
+    )
+    quiet: bool = _run("no progress on stderr, only what went wrong", False)
 
-    batch_tokens: int | None = _whole("most tokens per batch, padding and beams counted")
-    window: int | None = _whole("lines sorted by length together (default: 16 batches; 0: none)", 0)
-    preprocess_workers: int = _whole("threads that tokenise ahead (default: 1)", default=1)
-    postprocess_workers: int = _whole("threads that detokenise (default: 1)", default=1)
-    n_obs: int | None = _whole("only the first N lines (-1: all)", words=UNSET)
+    seed: int | None = _search(
+        "seed of the samples (default: drawn, and kept for --resume)", accepts=whole(0), metavar="N"
+    )
+    forced_bos_token: str | None = _search(
+        "token that every output starts with, as text", tasks={TEXT, TRANSCRIBE}, metavar="TOKEN"
+    )
+    generation_config: dict[str, Any] | None = _search(
+        "generation settings as JSON; flags win over them", accepts=json_object, python=False, metavar="FILE"
+    )
+    gen: list[tuple[str, Any]] = _search("any setting of generate; may be repeated", [], metavar="KEY=VALUE")
 
-    ray: str | None = _setting("the cluster that --workers are on", nargs="?", const="auto", metavar="ADDRESS")
-    verbose: bool = _switch("the speed of each worker")
-    num_shards: Any = _whole("divide INPUT into N runs, or auto", words=AUTO)
-    shard_id: Any = _setting("which of them this is, from 0 on, or auto", accepts=whole(0, AUTO), metavar="I")
-    merge: bool = _switch("put all --num_shards together")
+    dtype: str | None = _model(
+        "auto (as saved), float32, bfloat16 or float16",
+        accepts=one_of(*DTYPES),
+        not_with=("fp16", "bf16"),
+        metavar="TYPE",
+    )
+    fp16: bool = _model("the same as --dtype float16", False, not_with=("bf16",))
+    bf16: bool = _model("the same as --dtype bfloat16", False)
+    attn_implementation: str | None = _model("eager, sdpa, … (default: the library's choice)", metavar="NAME")
+    device_map: str | None = _model("auto: over all devices, by accelerate", accepts=one_of("auto"), metavar="MAP")
+    without_fastgen_opt: bool = _model("run the unchanged library", False)
 
-    reference_path: str | None = _setting("references, a line each: prints ROUGE, BLEU, chrF, …", metavar="FILE")
-    reference_field: str | None = _setting("JSON field of the references", metavar="NAME")
-    score_path: str | None = _setting("where to write the scores as JSON", metavar="FILE")
+    input_format: str | None = _format(
+        "text, jsonl or openai (default: by INPUT)", accepts=one_of(*FORMATS), metavar="FORMAT"
+    )
+    output_format: str | None = _format(
+        "text, jsonl or openai (default: by OUTPUT, else as INPUT)", accepts=one_of(*FORMATS), metavar="FORMAT"
+    )
+    text_field: str = _format(
+        "JSON field of the input; a.b is b of a (default: text)", "text", python=True, metavar="NAME"
+    )
+    id_field: str | None = _format("JSON field that names a record in messages", metavar="NAME")
+    join_outputs: bool = _format("several outputs on one line of text, joined with ####", False, tasks=TO_TEXT)
+    output_sequence_scores: bool = _format("in text, write SCORE<tab>TEXT (NA without beams)", False, tasks=TO_TEXT)
+
+    prefix: str | None = _text("text before every line that is not empty", tasks=FROM_TEXT, metavar="TEXT")
+    system: str | None = _text("system message before each chat", tasks={CHAT}, needs=("chat", True), metavar="TEXT")
+    date: str | None = _text(
+        "date in the chat template (default: today, kept for --resume)", accepts=iso_date, tasks={CHAT},
+        needs=("chat", True), metavar="DATE",
+    )  # fmt: skip
+    src_lang: str | None = _text("language of INPUT, as the model calls it", tasks=ALL - DECODERS, metavar="LANG")
+    tgt_lang: str | None = _text("language of OUTPUT, as the model calls it", tasks=ALL - DECODERS, metavar="LANG")
+    speaker_id: int | None = _text("voice that speaks, from 0 on", accepts=whole(0), tasks=set(AUDIO_OUT), metavar="N")
+    max_tokenizer_length: int | None = _size("truncate inputs to N tokens", group=TOKENS, tasks=FROM_TEXT)
+    truncation: bool = _text(
+        "truncate inputs to the model's limit", False, tasks={TEXT, CAUSAL, SPEAK}, not_with=("no_truncation",)
+    )
+    no_truncation: bool = _text("truncate nothing: what is too long fails", False)
+    padding_side: str | None = _text(
+        "left or right (default: MODEL's)", accepts=one_of("left", "right"), tasks=FROM_TEXT, metavar="SIDE"
+    )
+    include_special_tokens: bool = _text("keep special tokens such as </s> in the output", False, tasks=TO_TEXT)
+    clean_up_tokenization_spaces: bool = _text("remove spaces before punctuation", False, tasks=TO_TEXT)
+
+    batch_tokens: int | None = _size("most tokens per batch, padding and beams counted")
+    window: int | None = _size("lines sorted by length together (default: 16 batches; 0: none)", accepts=whole(0))
+    preprocess_workers: int = _size("threads that tokenise ahead (default: 1)", 1, affects=NOTHING)
+    postprocess_workers: int = _size("threads that detokenise (default: 1)", 1, affects=NOTHING)
+    n_obs: int | None = _part("only the first N lines (-1: all)", accepts=whole(1, UNSET), per_shard=False, metavar="N")
+
+    ray: str | None = _process(
+        "the cluster that --workers are on", tasks=TO_TEXT, needs=("workers", "N"), **ADDRESS_OR_AUTO
+    )
+    verbose: bool = _process("the speed of each worker", False)
+    num_shards: Any = _part("divide INPUT into N runs, or auto", accepts=whole(1, AUTO), metavar="N")
+    shard_id: Any = _part("which of them this is, from 0 on, or auto", accepts=whole(0, AUTO), metavar="I")
+    merge: bool = _process("put all --num_shards together", False)
+
+    reference_path: str | None = _score("references, a line each: prints ROUGE, BLEU, chrF, …", metavar="FILE")
+    reference_field: str | None = _score("JSON field of the references", metavar="NAME")
+    score_path: str | None = _score("where to write the scores as JSON", metavar="FILE")
 
     named: Callable[..., str] = field(default=as_argument, repr=False, compare=False)
 
@@ -276,18 +268,21 @@ class BatchConfig:
         self._check_contradictions()
         self._check_settings()
         self._check_files()
-        dtype = self.dtype
-        if self.fp16:
-            dtype = "float16"
-        elif self.bf16:
-            dtype = "bfloat16"
+        self._check_task()
+        dtype = "float16" if self.fp16 else "bfloat16" if self.bf16 else self.dtype
         vars(self).update(dtype=dtype, fp16=False, bf16=False)
 
-    def _checked(self, name: str, accepts: Check, value: Any) -> Any:
+    def _checked(self, name: str, accepts: Callable[[Any], Any], value: Any) -> Any:
         try:
             return accepts(value)
         except BadValue as error:
             raise InputError(f"{self.named(name)}: {error}") from None
+
+    @property
+    def kind(self) -> str:
+        """The kind of run: see `tasks` of a setting."""
+        decoder = CHAT if self.chat else CAUSAL if self.causal_lm else TEXT
+        return OF_SOUND.get(self.task or "", decoder)
 
     @property
     def reads_records(self) -> bool:
@@ -314,14 +309,33 @@ class BatchConfig:
             raise InputError(f"{asked} does not go with one line of text per input (accepted: {ways})")
 
     def _check_contradictions(self) -> None:
-        """Raises InputError for settings of which only one is accepted."""
-        asked = [[self.setting(name) for name in names] for names in EXCLUSIVE]
+        """Raises InputError for settings of which only one is accepted, and for those that need another one."""
+        rivals = [(each.name, *each.metadata["not_with"]) for each in settings_of_run() if self.setting(each.name)]
+        asked = [[self.setting(name) for name in names] for names in (*rivals, ("max_length", "max_new_tokens"))]
         settings = [(name, self.named(name, value)) for name, value in self.gen]
         settings += [(setting, self.setting(name)) for name, setting in ASKS_FOR.items()]
         asked += [[what for name, what in settings if name == each] for each in dict(settings)]
-        for rivals in asked:
-            if len(rivals := list(filter(None, rivals))) > 1:
-                raise InputError(f"{' and '.join(rivals)} contradict each other (accepted: one of them)")
+        for contradicting in asked:
+            if len(contradicting := list(filter(None, contradicting))) > 1:
+                raise InputError(f"{' and '.join(contradicting)} contradict each other (accepted: one of them)")
+        for each in settings_of_run():
+            needed = each.metadata["needs"]
+            if needed and self.setting(each.name) and not self.setting(needed[0]):
+                raise InputError(f"{self.setting(each.name)} needs {self.named(*needed)}")
+
+    def _check_task(self) -> None:
+        """Raises InputError for settings that do not go with the kind of run."""
+        task = self.setting("task")
+        if self.task not in TASKS and (near := get_close_matches(self.task or "", TASKS, cutoff=0.85)):
+            raise InputError(f"{task} is not known (did you mean {near[0]}?)")
+        tasks = {each.name: each.metadata["tasks"] for each in settings_of_run()} | TASKS_OF_GENERATE
+        asked = task if self.task in OF_SOUND else self.setting("chat") or self.setting("causal_lm")
+        for name in sorted(tasks):
+            if not (what := self.setting(name)) or self.kind in tasks[name]:
+                continue
+            if tasks[name] == set(AUDIO_OUT):
+                raise InputError(f"{what} needs {self.named('task', ' or '.join(AUDIO_OUT))}")
+            raise InputError(f"{what} does not go with {asked}, {WHY_REFUSED[self.kind]} (accepted: one of them)")
 
     def _check_settings(self) -> None:
         """Raises InputError for settings of generate that cannot be set, or that have no effect."""
@@ -354,7 +368,6 @@ class BatchConfig:
         of_records = ["text_field", "id_field", *([] if self.reference_path else ["reference_field"])]
         joined, written = self.setting("join_outputs"), self.setting("output_format")
         mistakes = [
-            (self.ray and not self.workers, f"{self.setting('ray')} needs {self.named('workers', 'N')}"),
             (score_path and not scored, f"{score_path} needs {references} or {field_of}"),
             (scored and self.output == STREAM, f"{scored} does not go with OUTPUT - (accepted: a file)"),
             (has_records and not self.reference_field, f"{scored} holds records (needs {field_of} NAME)"),
@@ -375,6 +388,12 @@ class BatchConfig:
 def settings_of_run() -> tuple[Any, ...]:
     """Returns the fields of BatchConfig that are settings."""
     return tuple(each for each in fields(BatchConfig) if each.metadata)
+
+
+def names_of(**decisions: Any) -> tuple[str, ...]:
+    """Returns the names of the settings with these decisions, such as affects=NOTHING."""
+    chosen = decisions.items()
+    return tuple(each.name for each in settings_of_run() if chosen <= each.metadata.items())
 
 
 def is_jsonl(path: str) -> bool:

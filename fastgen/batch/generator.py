@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import fastgen
-from fastgen.batch.config import OTHER_NAMES, BatchConfig, generation_fields, settings_of_run
+from fastgen.batch.config import OTHER_NAMES, BatchConfig, generation_fields, names_of
 from fastgen.batch.errors import InputError, Stop, did_you_mean
 from fastgen.batch.files import Line
 from fastgen.batch.model import Loaded
@@ -26,13 +26,6 @@ from fastgen.batch.pipeline import Pipeline, Prefetcher, SplitOnOOM
 from fastgen.batch.planner import Item
 from fastgen.batch.records import fields_of
 from fastgen.batch.task import task_for
-
-# Flags for files, formats, shards and workers, which only the command has.
-OF_FILES = (
-    *("model", "input", "output", "resume", "overwrite", "retry_failed", "n_obs", "reference_path"),
-    *("reference_field", "score_path", "workers", "ray", "verbose", "num_shards", "shard_id", "merge"),
-    *("input_format", "output_format", "id_field", "join_outputs", "output_sequence_scores", "generation_config"),
-)
 
 
 class Column(list[Any]):
@@ -57,9 +50,9 @@ class TextGenerator:
 
     model: a local folder, a name on the hub, demo, or a model of transformers together with its `tokenizer`, which is
     copied. After a call, each module of this model is in training or evaluation mode as before.
-    settings: the command's flags by name, except OF_FILES (`beam=4`, `bs=16`, `task="speech-to-text"`,
-    `causal_lm=True, chat=True`, …), and every field of GenerationConfig. With a `seed`, every call draws the same
-    samples for the same inputs.
+    settings: the command's flags by name, except those of files, shards and workers (`beam=4`, `bs=16`,
+    `task="speech-to-text"`, `causal_lm=True, chat=True`, …), and every field of GenerationConfig. With a `seed`, every
+    call draws the same samples for the same inputs.
 
     Raises fastgen.batch.errors.InputError if a setting or the model cannot be used.
     """
@@ -141,11 +134,11 @@ class TextGenerator:
 
 def _config(model: str, settings: dict[str, Any]) -> BatchConfig:
     """Returns the settings of a run without files. Raises InputError for settings that it does not have."""
-    names = {each.name for each in settings_of_run()} - set(OF_FILES)
+    names = names_of(python=True)
     of_generate = generation_fields()
     own: dict[str, Any] = {"gen": list(dict(settings.get("gen") or {}).items())}
     for name, value in settings.items():
-        if (setting := OTHER_NAMES.get(name, name)) in OF_FILES:
+        if (setting := OTHER_NAMES.get(name, name)) in names_of(python=False):
             raise InputError(f"{name}: is a flag of the command only")
         if setting in of_generate:
             own["gen"].append((setting, value))

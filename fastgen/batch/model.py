@@ -20,9 +20,10 @@ import transformers
 from transformers.models.auto import modeling_auto as auto
 from transformers.utils import logging as library_logging
 
-from fastgen.batch.config import TODAY, BatchConfig
+from fastgen.batch.config import BatchConfig
 from fastgen.batch.errors import InputError, reason
 from fastgen.batch.signature import misspelt, model_folder
+from fastgen.batch.values import TODAY
 
 LONGEST_LIST = 100  # characters of names of weights in a message
 # Models that compute positions for any number of tokens; the number in the config is no limit.

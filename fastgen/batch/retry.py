@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from fastgen.batch import files
+from fastgen.batch.config import RECORDS, names_of
 from fastgen.batch.errors import InputError
 from fastgen.batch.journal import Journal
 from fastgen.batch.signature import DIGEST, differences
@@ -22,11 +23,6 @@ from fastgen.batch.signature import DIGEST, differences
 if TYPE_CHECKING:
     from fastgen.batch.audio import SoundFolder
 
-# Flags that determine lines and the form of records; others may be changed, because they may be why lines failed.
-OF_RECORDS = (
-    *("task", "causal_lm", "chat", "input_format", "output_format", "text_field", "id_field", "join_outputs"),
-    *("output_sequence_scores", "n_obs", "num_shards", "shard_id"),
-)
 CONTENT = "OUTPUT's content"  # in the signature of the journal
 
 
@@ -60,8 +56,8 @@ class Retry(Journal):
         """Returns whether there is no line to retry. Raises InputError if records would have other lines or forms."""
         signature = signature | {CONTENT: _content(self.completed)}
         runs = (self.completed["signature"], signature)
-        names = sorted({name for each in runs for name in each} - {self._args.named("retry_failed"), CONTENT})
-        of_records = {*map(self._args.named, OF_RECORDS)}
+        names = sorted({name for each in runs for name in each} - {CONTENT})
+        of_records = {*map(self._args.named, names_of(affects=RECORDS))}
         same = [name for name in names if name in of_records or name.startswith(("INPUT", "MODEL"))]
         if changes := differences(*({name: each[name] for name in same if name in each} for each in runs)):
             why = f"OUTPUT {self._output} was made differently: {'; '.join(changes)}"

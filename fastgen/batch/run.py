@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import fastgen
 from fastgen.batch import files, records, shards
-from fastgen.batch.config import TODAY, BatchConfig
+from fastgen.batch.config import BatchConfig
 from fastgen.batch.errors import InputError, RunError, Stop, check_device
 from fastgen.batch.journal import Entry, Journal, StreamOutput
 from fastgen.batch.metrics import references_of, scores_of_output
@@ -27,6 +27,7 @@ from fastgen.batch.planner import Item
 from fastgen.batch.retry import Retry
 from fastgen.batch.signature import signature, with_commit
 from fastgen.batch.task import Task, task_for
+from fastgen.batch.values import TODAY
 from fastgen.config import CONFIG
 from fastgen.reasons import counted
 

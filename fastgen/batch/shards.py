@@ -21,7 +21,7 @@ from textwrap import shorten
 from typing import Any
 
 from fastgen.batch import files
-from fastgen.batch.config import BatchConfig
+from fastgen.batch.config import RECORDS, BatchConfig, names_of
 from fastgen.batch.errors import InputError, RunError
 from fastgen.batch.journal import Journal
 from fastgen.batch.planner import Batch, Item, Plan, lines_per_window
@@ -224,13 +224,13 @@ def merge(args: BatchConfig, output: Journal) -> None:
     Raises InputError with the shards that are not complete, or were made differently.
     """
     asked = args.setting("merge")
-    per_shard = [args.named(name) for name in ("num_shards", "shard_id", "device")]
+    per_shard = [args.named(name) for name in names_of(per_shard=True)]
     names = [output_of(args.output, shard, args.num_shards) for shard in range(args.num_shards)]
     runs = {name: run for name in names if (run := _completed(args, name)) is not None}
     if missing := [name for name in names if name not in runs]:
         some = shorten(", ".join(missing), LONGEST_LIST, placeholder=" …")
         raise InputError(f"{asked}: not complete: {len(missing)} of {counted(args.num_shards, 'shard')}, {some}")
-    whole = runs[names[0]]["signature"] | dict.fromkeys(per_shard[:2])
+    whole = runs[names[0]]["signature"] | dict.fromkeys(map(args.named, names_of(per_shard=True, affects=RECORDS)))
     for name, run in runs.items():
         if "lines" not in run:
             again = f"accepted: generate it again, with {args.named('overwrite', True)}"

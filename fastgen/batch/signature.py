@@ -10,20 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from fastgen.batch.config import TODAY, BatchConfig
+from fastgen.batch.config import OUTPUTS, RECORDS, BatchConfig, names_of
 from fastgen.batch.errors import InputError
 from fastgen.batch.files import Survey
+from fastgen.batch.values import TODAY
 
-# Settings that do not count; all others do. MODEL and INPUT count by their contents, not by their names.
-WITHOUT_EFFECT_ON_RECORDS = (
-    *("model", "input", "output", "resume", "overwrite", "quiet", "preprocess_workers", "postprocess_workers"),
-    *("reference_path", "reference_field", "score_path", "merge", "workers", "ray", "verbose"),
-)
 BUILT_IN = "demo"  # the model in the package, as MODEL
 DIGEST = "sha256:"  # the prefix of values that mean nothing to a reader
 IGNORED_FILES = (".md", ".gitattributes", ".lock", ".py", ".png", ".jpg")
@@ -34,9 +29,10 @@ SAMPLES, SAMPLE = 1024, 4096  # number and size of the pieces that represent a l
 def signature(args: BatchConfig, survey: Survey | None) -> dict[str, Any]:
     """Returns the signature, JSON values by names for users; survey: None for an INPUT that can be read only once.
 
+    Settings that affect nothing do not count. MODEL and INPUT count by their contents, not by their names.
     A model from the hub counts with its commit, after it is loaded: see `with_commit`.
     """
-    names = {each.name for each in fields(args)} - {"gen", "named", *WITHOUT_EFFECT_ON_RECORDS}
+    names = {*names_of(affects=OUTPUTS), *names_of(affects=RECORDS)} - {"gen"}
     settings = {args.named(name): getattr(args, name) for name in sorted(names)}
     settings |= {args.named(name): value for name, value in args.gen}
     if args.date == TODAY:  # not known until the model is loaded

@@ -1,6 +1,6 @@
 """Tasks: all differences between text, chat, speech in and speech out.
 
-    validate   rejects settings that do not go with the task, before torch is imported
+    validate   rejects what the task cannot write, before torch is imported
     load       loads model, tokenizer and settings of generate
     prepare    turns lines of INPUT into inputs of the model, in threads ahead of it
     collate    joins several inputs to a batch
@@ -18,10 +18,9 @@ import inspect
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastgen.batch.config import AUDIO_OUT, TASKS, BatchConfig
+from fastgen.batch.config import CAUSAL, CHAT, INTERPRET, SPEAK, TEXT, TRANSCRIBE, BatchConfig
 from fastgen.batch.errors import InputError, check_packages
 from fastgen.batch.files import LINES_AT_ONCE, Line, is_output_stream, is_url
 from fastgen.batch.planner import Batch, GeneratedBatch, Item, Planner, make_planner, with_batch_size
@@ -40,13 +39,10 @@ SOUNDS_AT_ONCE = 8  # in a batch: the number of frames, most of which a model jo
 
 
 def task_for(args: BatchConfig) -> Task:
-    """Returns the task of the settings. Raises InputError for settings that do not go with it."""
+    """Returns the task of the settings. Raises InputError if it lacks something, or cannot write OUTPUT."""
     if why := upgrade_reason(LOWEST["transformers"], "transformers"):
         raise InputError(why)
-    kind: type[Task] = CausalTask if args.causal_lm else TextTask
-    if args.chat:
-        kind = ChatTask
-    task = OF_SOUND.get(args.task or "", kind)(args)
+    task = KINDS[args.kind](args)
     task.validate()
     return task
 
@@ -55,13 +51,11 @@ class Task:
     """A kind of run; see the module's docstring.
 
     reads: the part of the model that reads tokens of inputs; None if inputs are sounds. speaks: whether outputs are
-    sounds, in separate files. refused: settings that do not go with the task, because of `why_refused`.
+    sounds, in separate files.
     """
 
     reads: ClassVar[str | None] = "encoder"
     speaks: ClassVar[bool] = False
-    refused: ClassVar[frozenset[str]] = frozenset()
-    why_refused: ClassVar[str] = ""
 
     loaded: Loaded
     input: TextInput | AudioInput
@@ -79,21 +73,8 @@ class Task:
         self._reuse: PrefixReuse | None = None
 
     def validate(self) -> None:
-        """Raises InputError for settings that do not go with the task, or with each other in it."""
-        args = self.args
-        asked = args.setting("task")
-        if args.task not in TASKS and (near := get_close_matches(args.task or "", TASKS, cutoff=0.85)):
-            raise InputError(f"{asked} is not known (did you mean {near[0]}?)")
-        for name, needed in (("chat", "causal_lm"), ("system", "chat"), ("date", "chat")):
-            if args.setting(name) and not args.setting(needed):
-                raise InputError(f"{args.setting(name)} needs {args.named(needed, True)}")
-        kind = asked if args.task in OF_SOUND else args.setting("chat") or args.setting("causal_lm")
-        for name in sorted(self.refused):
-            if what := args.setting(name):
-                raise InputError(f"{what} does not go with {kind}, {self.why_refused} (accepted: one of them)")
-        if args.speaker_id is not None and args.task not in AUDIO_OUT:
-            raise InputError(f"{args.setting('speaker_id')} needs {args.named('task', ' or '.join(AUDIO_OUT))}")
-        check_packages(*([] if self.reads else ["soundfile", "soxr"]), needed_by=asked)
+        """Raises InputError if the task lacks a package, or cannot write OUTPUT."""
+        check_packages(*([] if self.reads else ["soundfile", "soxr"]), needed_by=self.args.setting("task"))
 
     def load(self, loaded: Loaded | None = None, has_weights: bool = True) -> None:
         """Fills `loaded`, `input` and `output`. Raises InputError if MODEL does not support the settings.
@@ -236,8 +217,6 @@ class CausalTask(TextTask):
     """Text that a decoder continues from the last column, so padding is on the left."""
 
     reads = "decoder"
-    refused = frozenset({"decoder_start_token_id", "src_lang", "tgt_lang", "forced_bos_token"})
-    why_refused = "which has no encoder"
 
     def depends_on_padding(self) -> bool:
         model = self.loaded.model
@@ -248,9 +227,6 @@ class CausalTask(TextTask):
 
 class ChatTask(CausalTask):
     """Conversations through the tokenizer's chat template; INPUT may be requests of OpenAI's batch format."""
-
-    refused = CausalTask.refused | {"truncation"}
-    why_refused = "which has no encoder, and where the end of a conversation is where the answer begins"
 
     def specialize(self) -> None:
         from fastgen.batch.model import set_date
@@ -288,8 +264,6 @@ class TranscribeTask(Task):
     """Audio files to text. Whisper accepts recordings of any length, other models those that fit into their window."""
 
     reads = None
-    refused = frozenset({"causal_lm", "prefix", "max_tokenizer_length", "truncation", "padding_side", "chat"})
-    why_refused = "whose inputs are audio files"
 
     def depends_on_padding(self) -> bool:
         return getattr(self.loaded.feature_extractor, "nb_max_frames", None) is None  # Whisper's inputs have one length
@@ -324,12 +298,6 @@ class SpeakTask(Task):
     """Text to sounds, with Seamless M4T."""
 
     speaks = True
-    refused = frozenset({
-        "causal_lm", "chat", "num_return_sequences", "text_num_return_sequences", "decoder_start_token_id",
-        "forced_bos_token", "include_special_tokens", "clean_up_tokenization_spaces", "join_outputs",
-        "output_sequence_scores", "reference_path", "reference_field", "ray", "retry_failed",
-    })  # fmt: skip
-    why_refused = "whose outputs are audio files"
 
     def validate(self) -> None:
         super().validate()
@@ -377,15 +345,16 @@ class SpeechToSpeechTask(SpeakTask):
     """Audio files to sounds."""
 
     reads = None
-    refused = TranscribeTask.refused | SpeakTask.refused
-    why_refused = "whose inputs and outputs are audio files"
     reader = TranscribeTask.reader
 
 
-OF_SOUND: dict[str, type[Task]] = {
-    **dict.fromkeys(("automatic-speech-recognition", "speech-to-text"), TranscribeTask),
-    "text-to-speech": SpeakTask,
-    "speech-to-speech": SpeechToSpeechTask,
+KINDS: dict[str, type[Task]] = {
+    TEXT: TextTask,
+    CAUSAL: CausalTask,
+    CHAT: ChatTask,
+    TRANSCRIBE: TranscribeTask,
+    SPEAK: SpeakTask,
+    INTERPRET: SpeechToSpeechTask,
 }
 
 

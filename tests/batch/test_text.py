@@ -53,7 +53,8 @@ def prepare(tokenizer):
 
 def asked(jsonl: bool = False, **flags: Any) -> BatchConfig:
     formats = {"input_format": "jsonl" if jsonl else "text", "text_field": "text"}
-    return BatchConfig("model", "in", "out", **formats | flags, named=as_flag)
+    decoder = {"causal_lm": True} if "chat" in flags else {}  # --chat needs it
+    return BatchConfig("model", "in", "out", **formats | decoder | flags, named=as_flag)
 
 
 def are_empty(prepared: list[Item]) -> bool:

@@ -12,11 +12,14 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import Field
 from functools import partial
+from itertools import groupby
 from typing import Any, NoReturn
 
 import fastgen
 from fastgen.batch.config import (
+    COMMON,
     FASTSEQ_NAMES,
     OTHER_NAMES,
     BatchConfig,
@@ -32,16 +35,6 @@ IGNORED: dict[str, dict[str, Any]] = {
     "padding": {"nargs": "?"},
     "return_tensors": {"nargs": "?"},
     "output_summaries_only": {"action": "store_true"},
-}
-# The groups of --help-all, by their first flags. --help shows the first group.
-GROUPS = {
-    "bs": "common flags",
-    "seed": "more generation settings",
-    "dtype": "model",
-    "input_format": "formats of INPUT and OUTPUT",
-    "prefix": "text, tokens and languages",
-    "batch_tokens": "batches, threads and shards",
-    "reference_path": "scores",
 }
 HELP = "Generate for every line of INPUT with a model and write one record per line to\nOUTPUT, in the same order."
 EPILOG = f"""\
@@ -80,36 +73,38 @@ def build_parser(everything: bool = False) -> argparse.ArgumentParser:
         PROG, usage="%(prog)s MODEL INPUT OUTPUT [flags]", description=HELP, epilog=EPILOG, formatter_class=width,
         allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS,
     )  # fmt: skip
-    group: argparse._ActionsContainer = parser
     for name in ("--help", "--help_all"):
         parser.add_argument(name, action="help", help=f"show {'the common' if name == '--help' else 'all'} flags")
     version = f"fastgen {fastgen.__version__}"
     parser.add_argument("--version", action="version", version=version, help="show the version")
-    hidden: dict[str, Any] = {}
-    for each in settings_of_run():
-        if each.name in GROUPS:
-            group = parser.add_argument_group(GROUPS[each.name])
-            hidden = {} if everything or each.name == "bs" else {"help": argparse.SUPPRESS}
-        if each.name == "bs":
+    for title, settings in groupby(settings_of_run(), key=lambda each: each.metadata["group"]):
+        group = parser.add_argument_group(title) if title else parser
+        if title == COMMON:
             for name, help in COMMON_SETTINGS.items():
                 _add_setting(group, name, help=help, metavar="N")
             const = ("do_sample", True)
             group.add_argument("--do_sample", dest="gen", action="append_const", const=const, help=SAMPLE)
-        options = {name: value for name, value in each.metadata.items() if name != "accepts"} | hidden
-        if each.name in ("model", "input", "output"):
-            group.add_argument(each.name, metavar=each.name.upper(), **options)
-        elif each.name == "gen":
-            group.add_argument("--gen", action="append", type=_key_value, **options)
-        elif each.default is False:
-            group.add_argument(f"--{each.name}", action="store_true", **options)
-        else:
-            group.add_argument(f"--{each.name}", **options)
+        for each in settings:
+            hidden = {} if everything or title in ("", COMMON) else {"help": argparse.SUPPRESS}
+            _add_flag(group, each, each.metadata["argparse"] | hidden)
     for name in generation_fields():
         if name not in (*COMMON_SETTINGS, "do_sample"):
             _add_setting(parser, name, nargs="?", const="true", help=argparse.SUPPRESS)
     for name, options in IGNORED.items():
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS, **options)
     return parser
+
+
+def _add_flag(group: argparse._ActionsContainer, setting: Field[Any], options: dict[str, Any]) -> None:
+    """Adds the flag of a setting of the run."""
+    if not setting.metadata["group"]:
+        group.add_argument(setting.name, metavar=setting.name.upper(), **options)
+    elif setting.name == "gen":
+        group.add_argument("--gen", action="append", type=_key_value, **options)
+    elif setting.default is False:
+        group.add_argument(f"--{setting.name}", action="store_true", **options)
+    else:
+        group.add_argument(f"--{setting.name}", **options)
 
 
 def _add_setting(group: argparse._ActionsContainer, name: str, **options: Any) -> None:

@@ -8,7 +8,7 @@ import transformers
 from python_process import run_python
 
 import fastgen
-from fastgen.batch.config import BatchConfig, generation_fields, settings_of_run
+from fastgen.batch.config import ALL, OUTPUTS, BatchConfig, generation_fields, setting, settings_of_run
 from fastgen.batch.errors import InputError, check_device
 from fastgen.cli.transformers.args import PROG, build_parser, parse_arguments
 from fastgen.cli.transformers.command import main
@@ -100,9 +100,18 @@ def test_help_is_a_screen_and_help_all_two():
         assert not wide, f"{name} has lines of more than 80 characters, shorten the help of {wide}"
     listed = {word for line in everything for word in line.split()[:1] if word.startswith("--")}
     missing = {f"--{each.name}" for each in settings_of_run()[3:]} - listed
-    assert not missing, f"--help-all does not list {missing}: a flag is in one of the GROUPS of args.py, with a help"
+    assert not missing, f"--help-all does not list {missing}: a flag has a help"
     assert "--beam" in listed
     assert everything.index("common flags:") < everything.index("scores:") and "scores:" not in short
+
+
+@pytest.mark.parametrize("missing", ["group", "affects", "tasks", "python", "per_shard"])
+def test_a_flag_without_a_decision_fails_at_import(missing):
+    decisions = {"group": "model", "affects": OUTPUTS, "tasks": ALL, "python": True, "per_shard": False}
+    assert setting("what it does", **decisions).metadata.items() >= decisions.items()
+    del decisions[missing]
+    with pytest.raises(TypeError, match=missing):
+        setting("what it does", **decisions)
 
 
 def test_help_and_version_end_with_0(capsys):

@@ -112,12 +112,12 @@ class TextGenerator:
             records.update((item.line.number, fields_of(item)) for item in items)
 
         generate = SplitOnOOM(self._task, lambda said: None, args.seed)
-        pipeline = Pipeline(self._task, generate, write, Stop(), gives_up=False)
+        pipeline = Pipeline(generate, write, Stop(), args.postprocess_workers, gives_up=False)
         chunks = _chunks(inputs, self._task.lines_at_once, takes_paths=self._task.reads is None)
         prefetcher = Prefetcher(chunks, self._task, planner)
         try:
             stock = fastgen.disabled if args.without_fastgen_opt else nullcontext
-            batches = pipeline.run(iter(prefetcher))
+            batches = pipeline.run(prefetcher)
             is_over = False
             while not is_over:
                 with stock(), _borrowed(self._task.loaded.model, args.seed):

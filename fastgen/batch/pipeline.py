@@ -4,7 +4,7 @@
     ahead of it     one thread reads, workers prepare, one thread plans and collates batches
     after it        workers finish what was generated, and write it batch by batch
 
-Each stage waits while enough is ready for the next. `Prefetcher` yields the planned batches, `SplitOnOOM` runs one,
+Each stage waits while enough is ready for the next. `Prefetcher` yields the planned batches, a `Runner` runs them, each
 independently of earlier ones, and `Pipeline` passes the results to the journal, in the order in which they arrive.
 
 Tests: tests/batch/test_pipeline.py, tests/batch/test_memory.py, tests/batch/test_stage_threads.py
@@ -18,16 +18,16 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from fastgen.batch.errors import RunError, Stop, reason
 from fastgen.batch.files import Line
-from fastgen.batch.journal import Entry
+from fastgen.batch.part import Entry
 from fastgen.batch.planner import Batch, GeneratedBatch, Item, Plan
 from fastgen.batch.records import outputs_of
 from fastgen.batch.task import Task
@@ -154,6 +154,22 @@ class Prefetcher(Ahead[Batch]):
                 yield Batch([], batch.others, batch.number)
 
 
+class Runner(Protocol):
+    """Runs batches: `SplitOnOOM` in this process, `workers.Workers` in others.
+
+    collates: whether batches need their tensors. load: loads the task, and fills its `args` with the sizes of batches.
+    run: yields each batch with the parts generated for it, in any order; after a request to stop, only batches in
+    flight. finish: fills outputs of a part, and returns its amount. rates: text for lines about the speed.
+    """
+
+    collates: bool
+
+    def load(self, task: Task) -> None: ...
+    def run(self, batches: Ahead[Batch], stop: Stop) -> Iterator[tuple[Batch, list[Any]]]: ...
+    def finish(self, part: Any) -> float: ...
+    def rates(self) -> str: ...
+
+
 class SplitOnOOM:
     """Runs the task's model on batches; a batch that fails is halved until the failing items are alone.
 
@@ -162,9 +178,32 @@ class SplitOnOOM:
     gives the same samples; None does not set torch's. say: prints a line for every smaller limit.
     """
 
+    collates = True
+
     def __init__(self, task: Task, say: Callable[[str], None], seed: int | None) -> None:
         self._task, self._say, self._seed = task, say, seed
         self.too_large: int | None = None  # rows times width, to which the memory of a batch is proportional
+
+    def load(self, task: Task) -> None:
+        """Loads the task's model."""
+        task.load()
+
+    def run(self, batches: Iterable[Batch], stop: Stop) -> Iterator[tuple[Batch, list[GeneratedBatch]]]:
+        """Yields each batch with its outputs, in order."""
+        for batch in batches:
+            stop.finishing = True
+            yield batch, self(batch)
+            stop.finishing = False
+            if stop.requests:
+                return
+
+    def finish(self, part: GeneratedBatch) -> float:
+        """Fills outputs of a part, and returns its amount."""
+        return self._task.finish(part)
+
+    def rates(self) -> str:
+        """Returns nothing: there is one process, whose speed is the run's."""
+        return ""
 
     def __call__(self, batch: Batch, start: int = 0) -> list[GeneratedBatch]:
         """Returns the outputs of a batch, or of its part from `start` on; an item that fails alone gets the error."""
@@ -237,32 +276,26 @@ def _device_works_sync() -> bool:
 
 
 class Pipeline:
-    """Runs the model on batches. Workers after it finish what was generated and call `write`, batch by batch.
+    """Passes batches to a runner. Threads after it finish what was generated and call `write`, batch by batch.
 
-    write: takes the items to write after a batch, and the amount generated for it. elsewhere: generates and finishes
-    batches in other processes; yields each with the amounts, in any order. gives_up: whether to stop after several
-    batches of which every item fails.
+    write: takes the items to write after a batch, and the amount generated for it. threads: their number. gives_up:
+    whether to stop after several batches of which every item fails.
     """
 
     def __init__(
         self,
-        task: Task,
-        generate: SplitOnOOM,
+        runner: Runner,
         write: Callable[[list[Item], float], None],
         stop: Stop,
-        elsewhere: Callable[[Iterator[Batch]], Iterator[tuple[Batch, list[float]]]] | None = None,
+        threads: int = 1,
         gives_up: bool = True,
     ) -> None:
-        self._gives_up = gives_up
-        self._generate, self._write, self._stop = generate, write, stop
-        self._generated: Callable[[Iterator[Batch]], Iterator[tuple[Batch, list[Any]]]] = elsewhere or self._in_turn
-        self._finish_part: Callable[[Any], float] = task.finish if elsewhere is None else float
-        workers = task.args.postprocess_workers
-        self._workers = ThreadPoolExecutor(workers, "fastgen-detokenise")
-        self._most_unfinished = RESULTS_PER_WORKER * workers
+        self._runner, self._write, self._stop, self._gives_up = runner, write, stop, gives_up
+        self._workers = ThreadPoolExecutor(threads, "fastgen-detokenise")
+        self._most_unfinished = RESULTS_PER_WORKER * threads
         self._unfinished: deque[Future[None]] = deque()
 
-    def run(self, batches: Iterator[Batch]) -> Iterator[None]:
+    def run(self, batches: Ahead[Batch]) -> Iterator[None]:
         """Yields after each batch; after a request to stop, finishes the batch in flight and ends.
 
         Batches of which every item fails are held back until another one succeeds, because the cause may not be their
@@ -270,7 +303,7 @@ class Pipeline:
         """
         held: list[tuple[Batch, list[Any]]] = []
         failed: list[Item] = []  # the first item of each consecutive batch of which every line failed
-        for batch, parts in self._generated(batches):
+        for batch, parts in self._runner.run(batches, self._stop):
             held.append((batch, parts))
             if any(item.error is None for item in batch.items) or not self._gives_up:
                 failed.clear()
@@ -285,20 +318,12 @@ class Pipeline:
         if not self._stop.requests:
             self._submit(held)
 
-    def _in_turn(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, list[GeneratedBatch]]]:
-        for batch in batches:
-            self._stop.finishing = True
-            yield batch, self._generate(batch)
-            self._stop.finishing = False
-            if self._stop.requests:
-                return
-
     def drain(self, prefetcher: Prefetcher) -> None:
         """Runs all batches; after an early end, raises KeyboardInterrupt once everything generated is written."""
         complete = False
         self._stop.is_patient = True
         try:
-            for _ in self.run(iter(prefetcher)):
+            for _ in self.run(prefetcher):
                 pass
             complete = not self._stop.requests
         except KeyboardInterrupt:
@@ -344,7 +369,7 @@ class Pipeline:
 
     def _finish(self, batch: Batch, parts: list[Any], before: Future[None] | None) -> None:
         """Finishes and writes a batch after `before`; writes nothing if that failed."""
-        amount = sum(map(self._finish_part, parts))
+        amount = sum(map(self._runner.finish, parts))
         if before is not None:
             before.result()
         self._write(_ready(batch), amount)

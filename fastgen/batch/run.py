@@ -21,10 +21,10 @@ import fastgen
 from fastgen.batch import files, records, shards
 from fastgen.batch.config import BatchConfig
 from fastgen.batch.errors import InputError, RunError, Stop, check_device
-from fastgen.batch.journal import Entry, Journal, StreamOutput
+from fastgen.batch.journal import Journal, StreamOutput
 from fastgen.batch.metrics import references_of, scores_of_output
-from fastgen.batch.planner import Item
-from fastgen.batch.retry import Retry
+from fastgen.batch.part import Entry
+from fastgen.batch.planner import Item, Plan, Planner
 from fastgen.batch.signature import signature, with_commit
 from fastgen.batch.task import Task, task_for
 from fastgen.batch.values import TODAY
@@ -32,7 +32,7 @@ from fastgen.config import CONFIG
 from fastgen.reasons import counted
 
 if TYPE_CHECKING:
-    from fastgen.batch.workers import Workers
+    from fastgen.batch.pipeline import Prefetcher, Runner
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +78,8 @@ def run(args: BatchConfig, stop: Stop, progress: Progress) -> Outcome:
     task = task_for(args)
     surveyed = check_files(args)
     references = references_of(args, None if surveyed is None else surveyed.lines, task.counts_words)
-    kind = Retry if args.retry_failed else Journal
     is_stream = files.is_output_stream(args.output)
-    output = StreamOutput(args.output) if is_stream else kind(args, progress.say)
+    output = StreamOutput(args.output) if is_stream else Journal(args, progress.say)
     try:
         earlier = output.completed or {}
         task.args = args = _as_before(args, output.signature or earlier.get("signature") or {})
@@ -112,14 +111,16 @@ def run(args: BatchConfig, stop: Stop, progress: Progress) -> Outcome:
 
 
 def _generate(task: Task, surveyed: files.Survey | None, output: StreamOutput, stop: Stop, progress: Progress) -> None:
-    """Sets up what runs in parallel to the model, and processes INPUT."""
+    """Sets up the library and what runs the batches, and processes INPUT."""
     args = task.args
     if args.ray is None:  # a cluster has its own devices
         check_device(args.setting("device"), args.device)
     from transformers.utils import logging as library_logging
 
+    from fastgen.batch.pipeline import SplitOnOOM
+
     progress.line(f"loading {args.model}")
-    # Workers run in parallel to the model; a tokenizer's own threads would take cores from it.
+    # Threads run in parallel to the model; a tokenizer's own threads would take cores from it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     fastgen.enable()  # not `enabled()`, which would override a caller's `disabled()`
     stock = fastgen.disabled() if args.without_fastgen_opt else nullcontext()
@@ -130,42 +131,54 @@ def _generate(task: Task, surveyed: files.Survey | None, output: StreamOutput, s
         fastgen.configure(repeatable=True)
         after.callback(library_logging.set_verbosity, library_logging.get_verbosity())
         library_logging.set_verbosity_error()  # it would repeat messages for every batch
-        workers = None
-        if args.workers is not None:  # --ray needs it
+        runner: Runner = SplitOnOOM(task, progress.say, args.seed)
+        if args.workers is not None:
             from fastgen.batch.workers import started
 
-            workers = after.enter_context(started(args, stop, progress.say))
-        _go_through(task, surveyed, output, stop, workers, progress)
+            runner = after.enter_context(started(args, stop, progress.say))
+        _go_through(task, surveyed, output, runner, stop, progress)
 
 
 def _go_through(
     task: Task,
     surveyed: files.Survey | None,
     output: StreamOutput,
+    runner: Runner,
     stop: Stop,
-    workers: Workers | None,
     progress: Progress,
 ) -> None:
-    """Loads, generates and writes. Raises KeyboardInterrupt after an early end."""
-    from fastgen.batch.pipeline import Pipeline, Prefetcher, SplitOnOOM
+    """Loads the model, and passes INPUT through all stages. Raises KeyboardInterrupt after an early end."""
+    from fastgen.batch.pipeline import Pipeline
 
-    asked = task.args
-    if workers is None:
-        task.load()
-    else:
-        workers.load(task)
+    before_loading = task.args
+    runner.load(task)
     args = task.args
     lines = _lines(args, surveyed)
     share = shards.share_of(args, lines) if output.failed is None else None
-    total = lines if output.failed is None else len(output.failed)
-    if share is not None:
-        total = None  # known only when all batches are planned
-        progress.line(str(share))
-    for note in task.loaded.notes:
+    for note in (*([] if share is None else [str(share)]), *task.loaded.notes):
         progress.line(note)
-    signed = with_commit(signature(replace(args, prefix=asked.prefix), surveyed), task.loaded.model.config)
-    output.begin(signed, task.sounds)
-    if args.resume:
+    signed = signature(replace(args, prefix=before_loading.prefix), surveyed)
+    output.begin(with_commit(signed, task.loaded.model.config), task.sounds)
+    plan = _begin(task, output, None if share else lines, progress)
+    writer = _Writer(args, output, progress)
+    try:
+        batches = _batches(task, output, lines, share, plan, runner.collates)
+        if args.verbose:
+            progress.details = runner.rates
+        Pipeline(runner, writer, stop, args.postprocess_workers, output.failed is None).drain(batches)
+        _complete(args, output)
+    finally:
+        progress.close()
+        if left := output.leave(resumable=not files.is_stream(args.input)):
+            progress.say(left)
+    _say_what_was_done(task, before_loading, writer.copied, progress)
+    progress.end()
+
+
+def _begin(task: Task, output: StreamOutput, lines: int | None, progress: Progress) -> Planner:
+    """Says how the run begins, and returns its planner. lines: how many the run has; None if that is not known yet."""
+    total = lines if output.failed is None else len(output.failed)
+    if task.args.resume:
         progress.note(f"resuming: {output.records}{'' if total is None else f' of {total}'} lines are already done")
     if output.changes:
         progress.note(f"flags differ from those of the run that made OUTPUT: {'; '.join(output.changes)}")
@@ -173,32 +186,40 @@ def _go_through(
     for note in notes:
         progress.note(note)
     progress.start(total, output.records, task.unit)
-    copied = 0
+    return planner
 
-    def write(items: list[Item], amount: float) -> None:
-        nonlocal copied
-        copied += sum(item.first is not None for item in items)
-        output.write([_entry(item, args) for item in items])
+
+def _batches(
+    task: Task,
+    output: StreamOutput,
+    lines: int | None,
+    share: shards.Share | None,
+    plan: Plan,
+    collates: bool,
+) -> Prefetcher:
+    """Returns the batches of the lines that are missing in OUTPUT, in the order for the model."""
+    from fastgen.batch.pipeline import Prefetcher
+
+    chunks = _chunks(task, output, lines)
+    if share is not None:
+        chunks = share.chunks(chunks)
+        plan = partial(share.batches, plan)
+    return Prefetcher(chunks, task, plan, output.entry, collates)
+
+
+class _Writer:
+    """Writes the items of each batch to OUTPUT. copied: how many had the outputs of an earlier, equal one."""
+
+    def __init__(self, args: BatchConfig, output: StreamOutput, progress: Progress) -> None:
+        self._args, self._output, self._progress = args, output, progress
+        self.copied = 0
+
+    def __call__(self, items: list[Item], amount: float) -> None:
+        args = self._args
+        self.copied += sum(item.first is not None for item in items)
+        self._output.write([_entry(item, args) for item in items])
         failures = [(item.line.number, records.name_of(item, args) + item.error) for item in items if item.error]
-        progress.finished(len(items), amount, failures)
-
-    try:
-        generate = SplitOnOOM(task, progress.say, args.seed)
-        chunks = _chunks(task, output, lines)
-        chunks = chunks if share is None else share.chunks(chunks)
-        plan = planner if share is None else partial(share.batches, planner)
-        ahead = Prefetcher(chunks, task, plan, output.entry, collates=workers is None)
-        elsewhere = None if workers is None else partial(workers.run, ahead=ahead, stop=stop)
-        if workers is not None and args.verbose:
-            progress.details = workers.rates
-        Pipeline(task, generate, write, stop, elsewhere, output.failed is None).drain(ahead)
-        _complete(args, output)
-    finally:
-        progress.close()
-        if left := output.leave(resumable=not files.is_stream(args.input)):
-            progress.say(left)
-    _say_what_was_done(task, asked, copied, progress)
-    progress.end()
+        self._progress.finished(len(items), amount, failures)
 
 
 def _say_what_was_done(task: Task, asked: BatchConfig, copied: int, progress: Progress) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from heapq import merge as merged
 from itertools import accumulate, chain, groupby
 from textwrap import shorten
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 from fastgen.batch import files
 from fastgen.batch.config import RECORDS, BatchConfig, names_of
 from fastgen.batch.errors import InputError, RunError
-from fastgen.batch.journal import Journal
+from fastgen.batch.journal import Journal, in_order, numbered
 from fastgen.batch.planner import Batch, Item, Plan, lines_per_window
 from fastgen.batch.signature import differences
 from fastgen.reasons import counted
@@ -232,15 +231,14 @@ def merge(args: BatchConfig, output: Journal) -> None:
         raise InputError(f"{asked}: not complete: {len(missing)} of {counted(args.num_shards, 'shard')}, {some}")
     whole = runs[names[0]]["signature"] | dict.fromkeys(map(args.named, names_of(per_shard=True, affects=RECORDS)))
     for name, run in runs.items():
-        if "lines" not in run:
-            again = f"accepted: generate it again, with {args.named('overwrite', True)}"
-            raise InputError(f"{asked}: {name} is of an earlier version, which divided INPUT in another way ({again})")
         if changes := differences(whole, run["signature"] | {each: whole[each] for each in per_shard}):
             raise InputError(f"{asked}: {name} was made differently from {names[0]}: {'; '.join(changes)}")
-    output.signature = whole
-    output.records, output.failures = (sum(run[name] for run in runs.values()) for name in ("records", "failures"))
-    failed = {int(number): int(number) - 1 for run in runs.values() for number in run.get("failed", ())}
-    output.complete(_in_order(runs, output.records), failed)
+    total = sum(run["records"] for run in runs.values())
+    failed = sorted(number for run in runs.values() for number in run["failed"])
+    lines = [(1, total)] if total else []
+    run_json = {"signature": whole, "records": total, "lines": lines, "failures": len(failed), "failed": failed}
+    records = in_order(*(numbered(run, name) for name, run in runs.items()))
+    output.put_together(_without_gaps(records, total), run_json)
 
 
 def _completed(args: BatchConfig, name: str) -> dict[str, Any] | None:
@@ -252,18 +250,12 @@ def _completed(args: BatchConfig, name: str) -> dict[str, Any] | None:
         shard.leave()
 
 
-def _in_order(runs: dict[str, dict[str, Any]], total: int) -> Iterator[bytes]:
-    """Yields the records of all shards in the order of their lines."""
-    taken = 0
-    shards = [zip(_numbers(run), files.raw_lines("OUTPUT", name)) for name, run in runs.items()]
-    for taken, (number, record) in enumerate(merged(*shards), start=1):
-        if number != taken:
-            raise RunError(f"the shards have no record of line {taken}, or more than one")
-        yield record + b"\n"
-    if taken != total:
-        raise RunError(f"the shards have {counted(taken, 'record')} in order, and {total} altogether")
-
-
-def _numbers(run: dict[str, Any]) -> Iterator[int]:
-    """Yields the numbers of a shard's lines."""
-    return chain.from_iterable(range(first, last + 1) for first, last in run["lines"])
+def _without_gaps(records: Iterable[tuple[int, bytes]], total: int) -> Iterator[tuple[int, bytes]]:
+    """Yields the records of all lines. Raises RunError if the numbers of lines are not 1 to `total`."""
+    index = 0
+    for index, (number, record) in enumerate(records, start=1):
+        if number != index:
+            raise RunError(f"the shards have no record of line {index}")
+        yield number, record
+    if index != total:
+        raise RunError(f"the shards have records of {counted(index, 'line')}, and {counted(total, 'record')}")

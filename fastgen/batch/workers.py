@@ -35,7 +35,7 @@ from fastgen.batch.task import Task, task_for
 from fastgen.batch.threads import threads_per_worker, usable_cpus
 
 if TYPE_CHECKING:
-    from fastgen.batch.pipeline import Prefetcher
+    from fastgen.batch.pipeline import Ahead
 
 CPUS_PER_WORKER = 4  # --workers auto, on CPUs
 MOST_RESTARTS = 10  # of a worker, which is left out afterwards
@@ -107,7 +107,10 @@ class Job:
 
 
 class Workers:
-    """The driver's side. threads, gpus: for each worker; 0 threads lets Ray choose. say: prints problems."""
+    """The driver's side, a `Runner`. threads, gpus: of each worker; 0 threads lets Ray choose. say: prints problems."""
+
+    collates = False
+    finish = float  # a part is the amount that a worker has generated and finished
 
     def __init__(self, args: BatchConfig, count: int, threads: int, gpus: int, say: Callable[[str], None]) -> None:
         self.args = args  # after a worker's first answer, with the sizes of batches that it has chosen
@@ -130,9 +133,10 @@ class Workers:
         args = replace(task.args, bs=self.args.bs, batch_tokens=self.args.batch_tokens)
         task.args = task.loaded.args = args
 
-    def run(self, batches: Iterator[Batch], ahead: Prefetcher, stop: Stop) -> Iterator[tuple[Batch, list[float]]]:
+    def run(self, batches: Ahead[Batch], stop: Stop) -> Iterator[tuple[Batch, list[float]]]:
         """Yields each batch with the amounts generated for it, in any order; after a stop, batches in flight finish."""
         self._begun = time.perf_counter()
+        planned = iter(batches)
         more = True
         while more or self._jobs or self._generating:
             if self._idle and self._jobs:
@@ -140,9 +144,9 @@ class Workers:
                 part = Batch(job.items, [], job.batch.number, head=job.batch.head)
                 generate = self._workers[index].generate.options(max_task_retries=0)
                 self._generating[generate.remote(part, job.ranges[0][0])] = index, job
-            elif self._idle and more and not (self._generating and ahead.is_waiting):
+            elif self._idle and more and not (self._generating and batches.is_waiting):
                 stop.finishing = bool(self._generating)
-                batch = next(batches, None)
+                batch = next(planned, None)
                 stop.finishing = True
                 if batch is None:
                     more = False

@@ -1,6 +1,7 @@
 """Equal inputs are generated once in a run, and each line has the record that it would have alone."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,9 +84,8 @@ def test_copies_wait_for_a_batch_that_arrives_later():
     first = Item(Line(1, b"a"), {}, 3)
     copy, other = Item(Line(2, b"a"), None, 3, first=first), Item(Line(3, b"b"), {}, 3)
     written: list[list[tuple[int, Any]]] = []
-    task = TextTask(BatchConfig("model", input="in", output="out"))
 
-    def generated(batches: Any) -> Any:
+    def generated(batches: Any, stop: Stop) -> Any:
         for batch in reversed(list(batches)):
             for item in batch.items:
                 item.outputs = [{"text": f"of {item.line.number}"}]
@@ -94,7 +94,7 @@ def test_copies_wait_for_a_batch_that_arrives_later():
     def write(items: list[Item], amount: float) -> None:
         written.append([(item.line.number, item.outputs[0]["text"]) for item in items])
 
-    pipeline = Pipeline(task, None, write, Stop(), elsewhere=generated)
+    pipeline = Pipeline(SimpleNamespace(run=generated, finish=float), write, Stop())
     list(pipeline.run(iter([Batch([first], [], 0), Batch([other], [copy], 1)])))
     pipeline.close()
     assert written == [[(3, "of 3")], [(1, "of 1"), (2, "of 1")]]

@@ -21,11 +21,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 from python_process import REPOSITORY, run_code, run_python
 
-from fastgen.batch import journal as module
+from fastgen.batch import part as module
 from fastgen.batch.config import BatchConfig
 from fastgen.batch.errors import InputError
 from fastgen.batch.files import check_writable, opened, write_whole
-from fastgen.batch.journal import Entry, Journal
+from fastgen.batch.journal import Journal
+from fastgen.batch.part import Entry
 from fastgen.cli.transformers.args import as_flag
 
 SIGNATURE = {"--beam": 4, "--do_sample": False, "INPUT's content": "sha256:" + "0" * 64}
@@ -238,7 +239,7 @@ def test_half_a_batch_is_dropped(tmp_path):
         journal = begin(tmp_path / "out", resume=True)
         records, size_left = (4, ends[6]) if size == ends[6] else (2, ends[3]) if size >= ends[3] else (0, ends[0])
         assert (journal.records, part.stat().st_size) == (records, size_left), size
-        journal._close()
+        journal._part.close()
         journal.leave()
 
 
@@ -311,7 +312,8 @@ def test_killed_before_any_line_a_run_can_be_resumed(tmp_path):
 def test_a_journal_of_a_running_process_is_refused(tmp_path):
     """It can be resumed as soon as that process is killed."""
     code = (
-        "import sys\nfrom fastgen.batch.config import BatchConfig\nfrom fastgen.batch.journal import Entry, Journal\n"
+        "import sys\nfrom fastgen.batch.config import BatchConfig\n"
+        "from fastgen.batch.journal import Journal\nfrom fastgen.batch.part import Entry\n"
         f"output = Journal(BatchConfig('model', 'in', {str(tmp_path / 'out')!r}))\noutput.begin({SIGNATURE!r})\n"
         "output.write([Entry(1, 1, None, None, False, b'one' + bytes([10]))])\n"
         "print('ready', flush=True)\nsys.stdin.read()\n"
@@ -351,7 +353,7 @@ def test_the_space_needed_to_order_output_is_named(tmp_path, monkeypatch):
 
     left(tmp_path / "out", [2, 1])
     with monkeypatch.context() as patched:
-        patched.setattr(Journal, "_assemble", full)
+        patched.setattr(Journal, "_write_new", full)
         journal = begin(tmp_path / "out", resume=True)
         with pytest.raises(OSError, match=r"No space left on device .OUTPUT is sorted from OUTPUT\.part"):
             journal.complete()

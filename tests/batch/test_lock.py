@@ -18,7 +18,8 @@ from python_process import REPOSITORY
 from fastgen.batch import lock
 from fastgen.batch.config import BatchConfig
 from fastgen.batch.errors import InputError, RunError
-from fastgen.batch.journal import Entry, Journal
+from fastgen.batch.journal import Journal
+from fastgen.batch.part import Entry
 
 LINES = sentences(9)
 OF_A_GONE_MACHINE = (

@@ -111,8 +111,11 @@ def after_the_model(write: Callable[[int], None], workers: int = 3) -> tuple[Pip
         time.sleep(0.02 if number % 4 == 1 else 0.0)
         return 1.0
 
-    task = SimpleNamespace(finish=finish, args=SimpleNamespace(postprocess_workers=workers))
-    return Pipeline(task, generate, lambda items, amount: write(items[0].line.number), Stop()), generated
+    def run(batches: Iterator[Batch], stop: Stop) -> Iterator[tuple[Batch, list[int]]]:
+        return ((batch, generate(batch)) for batch in batches)
+
+    runner = SimpleNamespace(run=run, finish=finish)
+    return Pipeline(runner, lambda items, amount: write(items[0].line.number), Stop(), workers), generated
 
 
 def numbered(number: int) -> Iterator[Batch]:

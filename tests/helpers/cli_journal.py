@@ -10,9 +10,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fastgen.batch import files, journal
+from fastgen.batch import files, journal, part
 from fastgen.batch.config import BatchConfig
-from fastgen.batch.journal import Entry, Journal
+from fastgen.batch.journal import Journal
+from fastgen.batch.part import Entry
 
 
 def job(path: Path, total: int, longest: int = 40) -> None:
@@ -49,12 +50,12 @@ def status_in_child(action: Callable[[], object]) -> int:
 
 
 def crash_before(line: int, output: Path) -> None:
-    """Ends the process before this line of the two modules is run; counts lines as they are run."""
+    """Ends the process before this line of the three modules is run; counts lines as they are run."""
     left = line
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal left
-        if frame.f_code.co_filename not in (files.__file__, journal.__file__):
+        if frame.f_code.co_filename not in (files.__file__, journal.__file__, part.__file__):
             return None
         if event == "line":
             left -= 1

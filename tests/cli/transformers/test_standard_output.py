@@ -10,7 +10,8 @@ from cli_loop import command, plain_loop, write_lines
 from cli_models import sentences
 from python_process import REPOSITORY
 
-from fastgen.batch.journal import Entry, StreamOutput
+from fastgen.batch.journal import StreamOutput
+from fastgen.batch.part import Entry
 
 LINES = sentences(9)
 NOISY = """
@@ -28,7 +29,8 @@ print('after')
 """
 SLOWLY_READ = """
 import os
-from fastgen.batch.journal import Entry, StreamOutput
+from fastgen.batch.journal import StreamOutput
+from fastgen.batch.part import Entry
 os.set_blocking(1, False)
 output = StreamOutput('-')
 for number in range(1, 201):

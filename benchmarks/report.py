@@ -255,8 +255,8 @@ QUESTIONS = (
         "reach",
         "Calls as programs make them: one prompt of 256 tokens (a chat: 512), 32 new tokens, a Llama-like model of 6 "
         "layers × 512 unless another is named; CPU time of one thread, without drafts. *output*: tokens, and scores to "
-        "1e-4 where they are returned. *why not more*: the first [reason](reasons.md) that is no choice of fastgen, and "
-        "the part of the call.",
+        "1e-4 where they are returned. *why not more*: the first [reason](reasons.md) that is no choice of fastgen, "
+        "and the part of the call.",
     ),
     (
         "Common prefixes",

@@ -23,6 +23,7 @@ from typing import Any
 from fastgen.batch.errors import InputError
 from fastgen.batch.values import AUTO, UNSET, BadValue, Check, flag, iso_date, json_object, one_of, real, text, whole
 
+LINES_AT_ONCE = 64
 STREAM = "-"  # INPUT: standard input, OUTPUT: standard output
 # The kinds of runs, which a setting's `tasks` lists: see task.py. Those with sounds are named by --task.
 TEXT, CAUSAL, CHAT = "text", "causal", "chat"
@@ -283,6 +284,23 @@ class BatchConfig:
         """The kind of run: see `tasks` of a setting."""
         decoder = CHAT if self.chat else CAUSAL if self.causal_lm else TEXT
         return OF_SOUND.get(self.task or "", decoder)
+
+    @property
+    def reads(self) -> str | None:
+        """The part of the model that reads tokens of inputs, encoder or decoder; None if inputs are sounds."""
+        if self.kind in (TRANSCRIBE, INTERPRET):
+            return None
+        return "decoder" if self.kind in DECODERS else "encoder"
+
+    @property
+    def speaks(self) -> bool:
+        """Whether outputs are sounds, in separate files."""
+        return self.kind in AUDIO_OUT
+
+    @property
+    def lines_at_once(self) -> int:
+        """The most lines that are prepared together: recordings may be hours long, and wait for the model in memory."""
+        return LINES_AT_ONCE if self.reads else 1
 
     @property
     def reads_records(self) -> bool:

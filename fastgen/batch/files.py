@@ -23,12 +23,11 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from fastgen.batch.config import STREAM, table_kind
+from fastgen.batch.config import LINES_AT_ONCE, STREAM, table_kind
 from fastgen.batch.errors import InputError, check_packages
 from fastgen.batch.tables import JsonLines
 
 READ_BLOCK = 1 << 16
-LINES_AT_ONCE = 64
 MOST_LINKS = 40  # that lead from one to the next: Linux's limit
 NO_VALUE = object()  # the value of lines of a file
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")

@@ -113,7 +113,7 @@ class TextGenerator:
 
         generate = SplitOnOOM(self._task, lambda said: None, args.seed)
         pipeline = Pipeline(generate, write, Stop(), args.postprocess_workers, gives_up=False)
-        chunks = _chunks(inputs, self._task.lines_at_once, takes_paths=self._task.reads is None)
+        chunks = _chunks(inputs, args.lines_at_once, takes_paths=args.reads is None)
         prefetcher = Prefetcher(chunks, self._task, planner)
         try:
             stock = fastgen.disabled if args.without_fastgen_opt else nullcontext

@@ -120,7 +120,7 @@ class Prefetcher(Ahead[Batch]):
         for lines in chunks:
             entries = [(line, self._written(line.number)) for line in lines]
             written = [self._written_item(each) for _, each in entries if each]
-            fresh = [line for line, each in entries if each is None or self._task.plans_by_head]
+            fresh = [line for line, each in entries if each is None or self._task.args.reads == "decoder"]
             yield written, self._workers.submit(self._task.prepare, fresh)
 
     def _written_item(self, entry: Entry) -> Item:

@@ -357,15 +357,8 @@ def outputs_of(record: bytes, args: BatchConfig) -> tuple[list[dict[str, Any]], 
 
 def first_text(record: bytes, args: BatchConfig) -> str:
     """Returns the first output's text of a record of OUTPUT, empty if there is none."""
-    text = record.decode("utf-8").removesuffix("\n")
-    if args.output_format == "openai":
-        response = json.loads(text)["response"]
-        return response["body"]["choices"][0]["message"]["content"] if response else ""
-    if args.writes_records:
-        outputs = json.loads(text)["outputs"]
-        return outputs[0]["text"] if outputs else ""
-    if args.output_sequence_scores:
-        text = text.partition("\t")[2]
+    outputs, _ = outputs_of(record, args)
+    text = outputs[0]["text"] if outputs else ""
     return text.partition(SEPARATOR)[0] if args.join_outputs else text
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import fastgen
 from fastgen.batch import files, records, shards
-from fastgen.batch.config import BatchConfig
+from fastgen.batch.config import TRANSCRIBE, BatchConfig
 from fastgen.batch.errors import InputError, RunError, Stop, check_device
 from fastgen.batch.journal import Journal, StreamOutput
 from fastgen.batch.metrics import references_of, scores_of_output
@@ -77,7 +77,7 @@ def run(args: BatchConfig, stop: Stop, progress: Progress) -> Outcome:
         args = _with_first_line(args)
     task = task_for(args)
     surveyed = check_files(args)
-    references = references_of(args, None if surveyed is None else surveyed.lines, task.counts_words)
+    references = references_of(args, None if surveyed is None else surveyed.lines, args.kind == TRANSCRIBE)
     is_stream = files.is_output_stream(args.output)
     output = StreamOutput(args.output) if is_stream else Journal(args, progress.say)
     try:
@@ -92,7 +92,7 @@ def run(args: BatchConfig, stop: Stop, progress: Progress) -> Outcome:
             shards.merge(args, output)
             merged = f"{counted(output.records, 'record')} of {counted(args.num_shards, 'shard')}"
             progress.line(f"{merged} merged into {args.output}, {output.failures} failed")
-        elif output.failed is None and not task.speaks and _lines(args, surveyed) == 0:
+        elif output.failed is None and not args.speaks and _lines(args, surveyed) == 0:
             output.begin(signed)
             output.complete()
             progress.line(f"0 lines in {args.input} are for this run: no model is loaded")
@@ -104,7 +104,7 @@ def run(args: BatchConfig, stop: Stop, progress: Progress) -> Outcome:
         if args.shard_id is not None and not output.records:
             why = f"INPUT has fewer batches than there are shards ({counted(_lines(args, surveyed) or 0, 'line')})"
             progress.say(f"shard {args.shard_id} of {args.num_shards} is empty: {why}")
-        scores = scores_of_output(args, references, output.records, task.counts_words)
+        scores = scores_of_output(args, references, output.records, args.kind == TRANSCRIBE)
         return Outcome(output.records, output.failures, scores)
     finally:
         output.leave()
@@ -185,7 +185,7 @@ def _begin(task: Task, output: StreamOutput, lines: int | None, progress: Progre
     notes, planner = task.notes()
     for note in notes:
         progress.note(note)
-    progress.start(total, output.records, task.unit)
+    progress.start(total, output.records, "seconds of sound" if task.args.speaks else "tokens")
     return planner
 
 
@@ -306,7 +306,7 @@ def _chunks(task: Task, output: StreamOutput, lines: int | None) -> Iterator[lis
     number = 0
     longest = task.input.line_bytes
     as_records = args.reads_records
-    for chunk in files.read_chunks(args.input, args.n_obs, task.lines_at_once, longest, as_records):
+    for chunk in files.read_chunks(args.input, args.n_obs, args.lines_at_once, longest, as_records):
         if is_stream and number == 0:
             _checked_first(chunk[0], args)
         number = chunk[-1].number

@@ -15,7 +15,7 @@ from fastgen.batch.files import Line
 from fastgen.batch.pipeline import Pipeline
 from fastgen.batch.planner import Batch, Item
 from fastgen.batch.records import outputs_of, record_of
-from fastgen.batch.task import Task, TextTask
+from fastgen.batch.task import Task
 
 LINES = sentences(40)
 REPEATED = [*LINES, *LINES[:3], LINES[0], "", *LINES[35:]]  # windows of 32 lines at --bs 2
@@ -32,7 +32,7 @@ def rows(monkeypatch):
         counts.append(len(batch.items))
         return original(self, batch)
 
-    monkeypatch.setattr(TextTask, "generate", watched)
+    monkeypatch.setattr(Task, "generate", watched)
     return counts
 
 
@@ -109,7 +109,7 @@ def test_copies_of_a_failed_input_fail(tmp_path, bart, monkeypatch):
             raise ValueError("no")
         return original(self, batch)
 
-    monkeypatch.setattr(TextTask, "generate", fails)
+    monkeypatch.setattr(Task, "generate", fails)
     source, output = write_lines(tmp_path / "input", lines), tmp_path / "output"
     assert command(bart, source, output, "--bs", 2, "--output_format", "jsonl") == 1
     records = list(map(json.loads, output.read_text().splitlines()))

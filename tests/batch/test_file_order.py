@@ -12,7 +12,7 @@ from tiny_models import tiny
 import fastgen
 from fastgen.batch import settings
 from fastgen.batch.model import Loaded
-from fastgen.batch.task import task_for
+from fastgen.batch.task import depends_on_padding, reasons_to_keep_file_order, task_for
 from fastgen.cli.transformers.args import parse_arguments
 
 # Some have one word, and a batch in file order has short and long ones.
@@ -44,7 +44,7 @@ def load(models: Path, model: str, flags: str) -> tuple[Loaded, list[str]]:
     """Returns the model with its settings, and the reasons for file order."""
     task = task_for(parse_arguments([str(models / model), "input", "output", *flags.split()]))
     task.load()
-    return task.loaded, task.reasons_to_keep_file_order()
+    return task.loaded, reasons_to_keep_file_order(task.loaded)
 
 
 def outputs(loaded: Loaded, order: list[int]) -> list[list[int]]:
@@ -157,7 +157,7 @@ def test_a_recurrent_state_passes_through_padding():
     task = task_for(parse_arguments(["model", "input", "output", "--causal_lm"]))
     for kind, depends in (("llama", False), ("jamba", True)):
         task.loaded = Loaded(task.args, tiny(kind), SimpleNamespace(padding_side="left"))
-        assert task.depends_on_padding() is depends
+        assert depends_on_padding(task.loaded) is depends
 
 
 def test_the_models_own_settings_and_those_of_a_file_count(models, tmp_path):

@@ -10,7 +10,7 @@ from cli_loop import command, write_lines
 from cli_models import WORDS, sentences
 
 from fastgen.batch import files
-from fastgen.batch.task import Task, TextTask
+from fastgen.batch.task import Task
 
 TOO_LONG = " ".join(WORDS * 2)
 LINES = [*sentences(20), "", TOO_LONG, *sentences(50, seed=1), TOO_LONG, *sentences(9, seed=2)]
@@ -32,7 +32,7 @@ def failing_for(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
             raise RuntimeError("the model is tired")
         return generate(self, batch)
 
-    monkeypatch.setattr(TextTask, "generate", generates)
+    monkeypatch.setattr(Task, "generate", generates)
 
 
 def summary_of(output: Path) -> dict:

@@ -1,8 +1,15 @@
-"""Audio input and output: audio files through the feature extractor, and waveforms to WAV files.
+"""Audio input and output: soundfile (libsndfile) reads files, soxr resamples, the feature extractor makes the inputs.
 
-A problem with a file is its line's error and does not stop other lines. Recordings are never truncated to the model's
-window, because a transcript of the first half looks like any other. Whisper's generate takes the features of a longer
-recording in one piece, and processes one window after the other (section 3.8 of its paper).
+What is done here, because libsndfile reads as much as it can without an error:
+
+    joined sounds    of an Ogg, FLAC or MP3 file libsndfile reads the first one only
+    a lost end       libsndfile corrects a header that names more than the file holds, and says so in its log only
+    lengths          an MP3 without a length in its header gets an estimate, a FLAC the largest number
+    the window       recordings are never truncated, because a transcript of the first half looks like any other
+    WAV files        equal samples become equal bytes: libsndfile writes the time into files of floats
+
+A problem with a file is its line's error and does not stop other lines. Whisper's generate takes the features of a
+recording longer than its window in one piece, and processes one window after the other (section 3.8 of its paper).
 
 Tests: tests/batch/test_audio.py, tests/batch/test_sounds.py
 """

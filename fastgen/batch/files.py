@@ -1,6 +1,16 @@
-"""Files, streams and URLs, compressed or not: reading lines in small parts, and writing files completely or not at all.
+"""Files, streams and URLs: fsspec opens URLs, Python's modules decompress, tables.py reads tables.
 
-INPUT is read twice, however large it is: first for a survey.
+What is done here:
+
+    lines            end with LF, or CR if there is no LF: `splitlines` would also end them at form feeds, and their
+                     numbers would shift. They are cut at a length, so that a file without line ends fits into memory
+    reading          without a buffer and in small parts: Python may end while a thread waits in a read, and a pipe may
+                     be slow, or not block
+    Zstandard        the module that raises for a part of a frame, which fsspec's takes for the end of the file
+    writing          a file appears completely or not at all, equal contents become equal bytes, an error has a name
+    descriptors      -, /dev/fd/3 and links to them are not opened again: a file behind one would lose its position
+
+INPUT is read twice, however large it is: first for a survey, by which --resume recognises it.
 
 Tests: tests/batch/test_files.py, tests/batch/test_journal.py
 """
@@ -85,9 +95,8 @@ def is_url(path: str) -> bool:
 def opened(flag: str, path: str, raw: bool = False, as_records: bool = False) -> Iterator[Any]:
     """Opens a binary file for reading, decompressed by its name unless `raw`. Raises InputError with the flag's name.
 
-    as_records: whether a table, by its name, is read as JSON Lines.
-    Local files are not buffered, and standard input is not read through sys.stdin: Python may end while a thread waits
-    in a read, and the lock of a buffer that such a thread holds would be fatal then.
+    as_records: whether a table, by its name, is read as JSON Lines. Standard input is not read through sys.stdin, whose
+    buffer has a lock: a thread that holds it when Python ends would be fatal.
     """
     if path == STREAM and sys.stdin is None:
         raise InputError(f"{flag} {path}: standard input is closed")
@@ -180,8 +189,7 @@ def raw_lines(flag: str, path: str, as_records: bool = False) -> Iterator[bytes]
 def _ended_lines(file: Any, longest: int) -> Iterator[list[bytes]]:
     """Yields lists of lines that end in the same block; a last line may have no line end.
 
-    Of a line longer than `longest` bytes, at least one byte more than these is there, but perhaps not all. Does not use
-    splitlines: it would also split at form feeds and at the CR of CRLF, and line numbers would shift.
+    Of a line longer than `longest` bytes, at least one byte more than these is there, but perhaps not all.
     """
     begun: list[bytes] = []  # joined once, so that a long line is not copied for each block
     held = 0
@@ -280,10 +288,7 @@ def packed(file: IO[bytes], name: str, mode: Literal["rb", "wb"]) -> AbstractCon
 
 
 def _zstd() -> Any:
-    """Returns Python's module for Zstandard, before 3.14 the package of the same functions.
-
-    Its reader raises for a part of a frame; the package zstandard takes that for the end of the file.
-    """
+    """Returns Python's module for Zstandard, before 3.14 the package of the same functions."""
     if sys.version_info >= (3, 14):
         from compression import zstd
     else:

@@ -1,4 +1,11 @@
-"""Text input and output: lines of INPUT through the tokenizer, and generated tokens back to text.
+"""Text input and output: lines of INPUT through the library's tokenizer, and generated tokens back to text.
+
+What is done here beside the tokenizer:
+
+    long texts       are not tokenized beyond a number of characters: a tokenizer needs some 250 bytes for each
+    token ids        that the model has no embedding for fail their line: an invalid index breaks a GPU's process
+    padding          of arrays: `tokenizer.pad` turns them into lists first
+    counts           of tokens and why an output ended, which the library does not return
 
 A problem with a line is that line's error and does not stop other lines. Requests of OpenAI's batch format with the
 same settings share batches. A request with its own seed has a batch to itself if its random numbers depend on the other
@@ -23,8 +30,8 @@ from fastgen.batch.model import Loaded, embedded_tokens, input_limit, lengths_of
 from fastgen.batch.planner import GeneratedBatch, Item
 from fastgen.batch.settings import draws_by_row, token_ids
 
-# A tokenizer needs some 250 bytes of memory per character. Texts with more characters per allowed token than this are
-# white space or unknown words; texts shorter than the second number cost little.
+# Texts with more characters per allowed token than this are white space or unknown words; texts shorter than the second
+# number cost little.
 CHARACTERS_PER_TOKEN = 16
 SHORTEST_LONG_TEXT = 1 << 18
 TOKENS_WITHOUT_LIMIT = 1 << 16  # if nothing limits the number of tokens

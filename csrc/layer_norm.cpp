@@ -11,7 +11,7 @@ namespace {
 
 template <typename T>
 struct LayerNorm {
-    const T *rows, *added; // added: null, or as many rows
+    const T *rows, *added; // added: null, or rows to add
     const T *weight, *bias;
     T *output;
     int64_t row_count, width;

@@ -35,10 +35,15 @@ NUMBERS: dict[str, tuple[str, type[int] | type[float], float, float, str]] = {
     "max_completion_tokens": ("max_new_tokens", int, 1, ANY, "a whole number, 1 or more"),
     "temperature": ("temperature", float, 0, ANY, "a number, 0 or more"),
     "top_p": ("top_p", float, 0, 1, "a number from 0 to 1"),
+    "top_k": ("top_k", int, 0, ANY, "a whole number, 0 or more"),
+    "min_p": ("min_p", float, 0, 1, "a number from 0 to 1"),
+    "repetition_penalty": ("repetition_penalty", float, sys.float_info.min, ANY, "a number above 0"),
     "n": ("num_return_sequences", int, 1, 128, "1 to 128"),  # OpenAI's limit
     "seed": ("seed", int, -(1 << 63), (1 << 63) - 1, "a whole number of 64 bits"),
 }
-OTHER_FIELDS = ("model", "messages", "stop")  # of a body
+# Fields of a body for the chat template, and the other ones that are read.
+TEMPLATE_FIELDS = ("chat_template_kwargs", "enable_thinking", "continue_final_message", "add_generation_prompt")
+OTHER_FIELDS = ("model", "messages", "stop", *TEMPLATE_FIELDS)
 SEPARATOR = "####"
 LONGEST_LIST = 100  # characters of names of fields in a message
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}

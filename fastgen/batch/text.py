@@ -16,6 +16,8 @@ Tests: tests/batch/test_text.py, tests/batch/test_records.py, tests/batch/test_o
 
 from __future__ import annotations
 
+import inspect
+import json
 from functools import partial
 from typing import Any, ClassVar
 
@@ -29,6 +31,7 @@ from fastgen.batch.files import Line
 from fastgen.batch.model import Loaded, embedded_tokens, input_limit, lengths_of_inputs, positions
 from fastgen.batch.planner import GeneratedBatch, Item
 from fastgen.batch.settings import draws_by_row, token_ids
+from fastgen.optimizer.transformers.compat import REPETITION_PENALTY_COUNTS_PADDING
 
 # Texts with more characters per allowed token than this are white space or unknown words; texts shorter than the second
 # number cost little.
@@ -90,24 +93,27 @@ class TextInput:
 
     def prepare(self, lines: list[Line]) -> list[Item]:
         """Returns an item for each line."""
-        taken: list[tuple[Item, Any]] = []
+        taken: dict[str, list[tuple[Item, Any]]] = {}  # by their arguments for the chat template, as JSON
 
         def take(item: Item, content: Any) -> None:
+            arguments: dict[str, Any] = {}
             if self._bodies is not None:
-                item.group, item.seed = self._bodies.settings(item.line)
+                item.group, item.seed, arguments = self._bodies.settings(item.line)
             texts = [content] if isinstance(content, str) else [message["content"] for message in content]
             if sum(map(len, texts)) > self.characters:
                 self._fill(item, self._encode_long(content))
             else:
-                taken.append((item, content))
+                taken.setdefault(json.dumps(arguments, sort_keys=True), []).append((item, content))
 
         items = records.items_of(lines, self._args, take)
-        encoded = records.each_or_error(self._encode, [content for _, content in taken], TOKENIZER_RAISES)
-        for (item, _), ids in zip(taken, encoded, strict=True):
-            self._fill(item, ids)
+        for arguments, alike in taken.items():
+            encode = partial(self._encode, **json.loads(arguments))
+            encoded = records.each_or_error(encode, [content for _, content in alike], TOKENIZER_RAISES)
+            for (item, _), ids in zip(alike, encoded, strict=True):
+                self._fill(item, ids)
         return items
 
-    def _encode(self, inputs: list[Any]) -> list[list[int]]:
+    def _encode(self, inputs: list[Any], **arguments: Any) -> list[list[int]]:
         return self._tokenizer(inputs, verbose=False, **self._options)["input_ids"]
 
     def _encode_long(self, text: Any) -> list[int] | str:
@@ -147,8 +153,8 @@ class ChatInput(TextInput):
 
     truncates = False
 
-    def _encode(self, inputs: list[Any]) -> list[list[int]]:
-        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    def _encode(self, inputs: list[Any], **arguments: Any) -> list[list[int]]:
+        options = {"add_generation_prompt": True, **arguments, "tokenize": True, "return_dict": True}
         return self._tokenizer.apply_chat_template(inputs, **options)["input_ids"]
 
 
@@ -171,8 +177,11 @@ class Bodies:
         self._loaded = loaded
         self.unused: set[str] = set()
 
-    def settings(self, line: Line) -> tuple[list[list[Any]] | None, tuple[int, int] | None]:
-        """Returns names and values of settings of generate, sorted, and the seed. Raises RecordError for bad ones."""
+    def settings(self, line: Line) -> tuple[list[list[Any]] | None, tuple[int, int] | None, dict[str, Any]]:
+        """Returns names and values of settings of generate, sorted, the seed, and arguments for the chat template.
+
+        Raises RecordError for bad ones.
+        """
         body = records.parse(records.decode(line))["body"]
         self.unused.update(records.ignored_fields(body))
         settings: dict[str, Any] = {}
@@ -197,7 +206,7 @@ class Bodies:
             seed_of_line = seed % (1 << 64), 0
         elif seed is not None and self._samples(settings):
             settings["seed"] = [seed, line.number]
-        return [list(each) for each in sorted(settings.items())] or None, seed_of_line
+        return [list(each) for each in sorted(settings.items())] or None, seed_of_line, template_arguments(body)
 
     def input_limit(self, settings: list[list[Any]] | None) -> tuple[int, str] | None:
         """Returns the most tokens that a prompt with these settings may have, and what sets the limit."""
@@ -214,6 +223,9 @@ class Bodies:
         max_new_tokens = settings.get("max_new_tokens", 0)
         if number is not None and max_new_tokens >= number:
             raise _refused("max_tokens", max_new_tokens, f"up to {number - 1}, of MODEL's {number} positions")
+        if REPETITION_PENALTY_COUNTS_PADDING and settings.get("repetition_penalty", 1) != 1:
+            ways = f"1, or {args.named('repetition_penalty', settings['repetition_penalty'])} for all requests"
+            raise _refused("repetition_penalty", settings["repetition_penalty"], ways)
         outputs = settings.get("num_return_sequences", 1)
         beams = loaded.value("num_beams") or 1
         if beams > 1 and outputs > beams:
@@ -223,6 +235,27 @@ class Bodies:
         if outputs > 1 and not (args.writes_records or args.join_outputs):
             ways = f"{args.named('output_format', 'openai')}, or {args.named('join_outputs', True)}"
             raise _refused("n", outputs, f"1 for text; others with {ways}")
+
+
+def template_arguments(body: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a body for the chat template. Raises RecordError for those that it cannot have."""
+    arguments = body.get("chat_template_kwargs") or {}
+    accepted = "an object with variables of the chat template"
+    if not isinstance(arguments, dict):
+        raise _refused("chat_template_kwargs", arguments, accepted)
+    own = inspect.signature(transformers.PreTrainedTokenizerBase.apply_chat_template).parameters
+    if names := sorted(own.keys() & arguments.keys()):
+        raise _refused(f"chat_template_kwargs.{names[0]}", arguments[names[0]], accepted)
+    switches = {name: body[name] for name in records.TEMPLATE_FIELDS[1:] if body.get(name) is not None}
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise _refused(name, value, "true or false")
+    if switches.get("continue_final_message"):
+        messages = body["messages"]
+        if not isinstance(messages, list) or messages[-1]["role"] != "assistant":
+            raise _refused("continue_final_message", True, "true after a message of the assistant")
+        switches["add_generation_prompt"] = False
+    return arguments | switches
 
 
 def _refused(name: str, value: Any, accepted: str) -> records.RecordError:

@@ -12,6 +12,7 @@ from cli_models import copy_with_template
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import fastgen
+from fastgen.optimizer.transformers.compat import REPETITION_PENALTY_COUNTS_PADDING
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
 
@@ -73,6 +74,52 @@ def test_requests_are_recognised_and_bodies_are_applied(chat, tmp_path, capsys):
         assert choice["finish_reason"] in ("stop", "length")
     assert answers[0]["response"]["body"]["choices"][0]["finish_reason"] == "length"
     assert "fields of request bodies were ignored: logprobs, user" in capsys.readouterr().err
+
+
+def test_bodies_set_warpers_and_penalties_as_generate_does(chat, tmp_path):
+    cuts = {"top_k": 3, "min_p": 0.01}
+    requests = [
+        request("a", "word7", max_tokens=5, temperature=0.7, **cuts),
+        request("b", "word7", max_tokens=5, repetition_penalty=5),
+        request("c", "word7", max_tokens=5),
+    ]
+    flags = ("--output_format", "openai", "--seed", "5")
+    answers = run(chat, tmp_path, requests, *flags, status=int(REPETITION_PENALTY_COUNTS_PADDING))
+    alone = ("--do_sample", "--max_new_tokens", "5", "--temperature", "0.7", "--top_k", "3", "--gen", "min_p=0.01")
+    assert texts(answers)[0] == texts(run(chat, tmp_path, [request("a", "word7")], *flags, *alone))[0]
+    if REPETITION_PENALTY_COUNTS_PADDING:
+        assert "1, or --repetition_penalty 5.0 for all requests" in answers[1]["error"]["message"]
+        return
+    punished, free = (plain(chat, "word7", max_new_tokens=5, **each)[0] for each in ({"repetition_penalty": 5.0}, {}))
+    assert texts(answers)[1:] == [[punished], [free]] and punished != free
+
+
+def test_bodies_set_template_variables_and_continue_messages(gpt2, tmp_path):
+    end = "{% if add_generation_prompt %}word2 {% endif %}"
+    thinking = "{% if enable_thinking is defined and not enable_thinking %}word3 {% endif %}"
+    chat = copy_with_template(gpt2, tmp_path / "model", TEMPLATE + end + thinking)
+    begun = [{"role": "user", "content": "word5"}, {"role": "assistant", "content": "word6"}]
+    requests = [
+        request("a", "word4"),
+        request("b", "word4", enable_thinking=False),
+        request("c", "word4", chat_template_kwargs={"enable_thinking": False}),
+        request("d", "word4", add_generation_prompt=False),
+        request("e", "", messages=begun, continue_final_message=True),
+        request("f", "word4", continue_final_message=True),
+        request("g", "word4", chat_template_kwargs={"tokenize": False}),
+        request("h", "word4", enable_thinking="no"),
+        request("i", "", messages="word4", continue_final_message=True),
+    ]
+    answers = run(chat, tmp_path, requests, "--output_format", "openai", status=1)
+    prompts = ["word4 word2", "word4 word2 word3", "word4 word2 word3", "word4", "word5 assistant word6"]
+    assert texts(answers) == [[plain(chat, prompt)[0]] for prompt in prompts]
+    assert [each["error"]["message"] for each in answers[5:]] == [
+        'has true or false as "continue_final_message" of its body (accepted: true after a message of the assistant)',
+        'has true or false as "chat_template_kwargs.tokenize" of its body '
+        "(accepted: an object with variables of the chat template)",
+        'has a string as "enable_thinking" of its body (accepted: true or false)',
+        'has true or false as "continue_final_message" of its body (accepted: true after a message of the assistant)',
+    ]
 
 
 @pytest.mark.parametrize("output_format", ["openai", "jsonl"])

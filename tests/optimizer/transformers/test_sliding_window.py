@@ -69,7 +69,7 @@ def test_calls_longer_than_a_window_are_not_captured():
     assert not_captured_because(report, "SLIDING_WINDOW", "a sliding window of 6 for up to 8 more positions")
 
 
-def test_windows_that_have_dropped_positions_of_each_row_are_not_captured():
+def test_windows_stored_for_each_row_are_not_captured():
     with capturing():
         report = same_tokens(model_of("mistral", 8), padded(LENGTH, 5), do_sample=False, max_new_tokens=6)
     assert not_captured_because(report, "SLIDING_WINDOW", "a window has dropped positions that are stored for each row")

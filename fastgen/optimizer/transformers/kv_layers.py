@@ -368,7 +368,7 @@ def plan_adoption(cache: Cache, rows_per_input: int, limit: int, call: GenerateC
 
 def _drops_positions(cache: Cache, limit: int) -> bool:
     """Whether a window will have dropped positions once `limit` were added."""
-    return bool(window_reasons(cache, int(cache.get_seq_length()) + limit))
+    return bool(window_reasons(cache, (length_of(cache) or 0) + limit))
 
 
 def _elements(keys: Tensor, rows_per_input: int, limit: int) -> int:
@@ -522,13 +522,13 @@ def _keys_of(cache: Cache) -> KVContent:
         if any(keys.shape[2] < length for keys, _ in pairs[:growing]):  # the last forward cannot be repeated
             raise LeaveAlone([Reason("SLIDING_WINDOW", "a window has dropped positions that are stored for each row")])
         prompts = [() if index < growing else (pair,) for index, pair in enumerate(pairs)]
-        content = KVContent(len(pairs[0][0]), 1, prompts, pairs[:growing])
+        content: KVContent = KVContent(len(pairs[0][0]), 1, prompts, pairs[:growing])
         content.require_alike()
         return content
     kv = adopted.pop()
     if adopted or len(kv.prompts) != len(layers):
         raise LeaveAlone([Reason("LAYERS_DIFFER", "the layers of the cache differ in kind")])
-    content: KVContent = kv.content([layer.index for layer in layers])
+    content = kv.content([layer.index for layer in layers])
     return replace(content, dropped=[length - layer.kv.length(layer.index) for layer in layers[:growing]])
 
 

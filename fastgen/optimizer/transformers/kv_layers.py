@@ -1,8 +1,8 @@
-"""`KVLayer`: a layer of a `KVCache` as transformers sees it, and the adoption of a transformers cache.
+"""`KVLayer`: a layer of a `KVCache` or of a `StaticKVCache` as transformers sees it.
 
-A cache that the library has filled is adopted into a `KVCache` once, after a prefill with one row per input or when a
-step is captured, and given back once, when the call of `generate` ends: then its layers are the library's, with the
-content that the library would have stored. Until then each layer is a subclass of the layers that decoding loops and
+A cache that the library has filled is adopted once, after a prefill with one row per input (adoption.py) or when a step
+is captured, and given back once, when the call of `generate` ends: then its layers are the library's, with the content
+that the library would have stored. Until then each layer is a subclass of the layers that decoding loops and
 models know, `DynamicLayer` or `DynamicSlidingWindowLayer`. It becomes the library's earlier, in place, if code needs
 something that segments or a buffer with spare capacity cannot provide. Caches that cannot be captured and have nothing
 to share are never touched.
@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 from weakref import ref
@@ -35,16 +33,13 @@ from transformers.cache_utils import (
 
 from fastgen.models.cache_names import CACHE_NAMES
 from fastgen.optimizer.decoding import report
-from fastgen.optimizer.decoding.call import GenerateCall, Restore, Rollback, undo_of_attributes, undo_of_tensors
-from fastgen.optimizer.decoding.kv_cache import KVCache, should_share
+from fastgen.optimizer.decoding.call import Restore, Rollback, undo_of_attributes, undo_of_tensors
+from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.report import LAYER_EMPTY, NOT_EMPTY, STEPS, LeaveAlone, Reason, check, leave_alone_for
 from fastgen.optimizer.decoding.segmented_kv import KV, cut
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 from fastgen.optimizer.transformers import state_layers
 from fastgen.optimizer.transformers.state_layers import HybridLayer, StateLayer
-
-PROMPT_ONCE = "the prompt's keys and values: once per input"
-FEW_KEYS = Reason("FEW_KEYS", "layers stored for each row: too few keys to gain")
 
 
 class KVLayer(DynamicLayer):
@@ -198,7 +193,7 @@ def unsupported_contents(cache: Any, rows: int) -> list[Reason]:
     if reasons := unsupported_types(cache):
         return reasons
     for layer in layers_of(cache):
-        if not _is_plain(layer):
+        if not is_plain(layer):
             return [Reason("CACHE_NOT_EMPTY", f"{NOT_EMPTY}, and has layers of {type(layer).__name__}")]
         if layer.is_initialized and layer.keys.numel() and {len(layer.keys), len(layer.values)} != {rows}:
             return [Reason("CACHE_NOT_EMPTY", f"{NOT_EMPTY}, and does not have {rows} rows")]
@@ -241,160 +236,9 @@ def unsupported_types(cache: object) -> list[Reason]:
     return []
 
 
-class Storage(Enum):
-    """How the keys and values of layers are stored for all rows of the inputs."""
-
-    SHARED = "once per input, in segments of a `KVCache`"
-    REPEATED = "for each row, in the buffers of a `KVCache`"
-    LIBRARYS = "for each row, in the library's layers"
-
-
-@dataclass
-class AdoptPlan:
-    """How layers that are alike will be stored when each input gets several rows; `plan_adoption` touches none.
-
-    places: the part of the cache, and the index there, of each layer. grows: whether steps add positions. branched: the
-    `KVCache` that holds these layers already, for a common prefix. reason: why they are not shared; its text follows
-    their number.
-    """
-
-    storage: Storage
-    grows: bool
-    places: list[tuple[Cache, int]] = field(default_factory=list)
-    branched: KVCache | None = None
-    reason: Reason | None = None
-
-    def apply(self, kv: KVCache, limit: int, user_code: bool) -> None:
-        """Stores the layers for all rows of `kv`, in it or not. limit: the most positions that a row may get."""
-        shares = self.storage is Storage.SHARED
-        rows_per_input = kv.rows_per_input
-        if self.branched is not None:
-            self.branched.branch(rows_per_input, shares, limit)
-        elif self.storage is Storage.LIBRARYS:
-            rows = torch.arange(kv.inputs).repeat_interleave(rows_per_input)
-            for part, index in self.places:
-                layer = part.layers[index]
-                if type(layer) in ADOPTED:
-                    layer.batch_repeat_interleave(rows_per_input)
-                else:
-                    _select_rows(layer, rows)
-        else:
-            self._move_to(kv, limit if self.grows else None, user_code)
-
-    def _move_to(self, kv: KVCache, limit: int | None, user_code: bool) -> None:
-        shares = self.storage is Storage.SHARED
-        layers = [part.layers[index] for part, index in self.places]
-        pairs = [(layer.keys.contiguous(), layer.values.contiguous()) for layer in layers]
-        if user_code:  # it may hold the tensors, and write into them
-            pairs = [(keys.clone(), values.clone()) for keys, values in pairs]
-        if limit is not None and not shares:
-            limit += layers[0].keys.shape[2]
-        numbers = kv.add_layers([(pair,) for pair in pairs], limit)
-        rows = torch.arange(kv.inputs).repeat_interleave(kv.rows_per_input)
-        for layer, number in zip(layers, numbers):
-            if not shares:
-                kv.repeat_prompt(number)
-            turn_into(WITH_STATES[type(layer)], layer, kv, number, user_code)
-            state_layers.move(layer, rows)
-
-
-def adopt(
-    cache: Cache, inputs: int, rows_per_input: int, limit: int, call: GenerateCall, is_prefix: bool = False
-) -> bool:
-    """Expands a cache of `inputs` rows to `inputs * rows_per_input`; returns whether layers are in a `KVCache` now.
-
-    limit: the number of positions that can be added to each row. is_prefix: whether the cache holds a prefix of all
-    rows. Adds to the report.
-    """
-    plans = plan_adoption(cache, rows_per_input, limit, call)
-    kv = KVCache(inputs, rows_per_input, usage=call.report.kernels)
-    for plan in plans:
-        plan.apply(kv, limit, call.host.user_code)
-    _report(plans, call, is_prefix)
-    if kv.prompts:
-        call.on_exit.callback(give_back, ref(cache))
-    return bool(kv.prompts) or any(plan.branched is not None for plan in plans)
-
-
-def plan_adoption(cache: Cache, rows_per_input: int, limit: int, call: GenerateCall) -> list[AdoptPlan]:
-    """Returns a plan for each kind of layer, whose shapes are equal; takes the arguments of `adopt`.
-
-    The common content of an input's rows is stored once if that is worthwhile. If no layer gains, all stay the
-    library's; so do layers of other classes (linear attention, …), and those that are not shared and that user code may
-    read or whose window drops positions.
-    """
-    may_share = rows_per_input > 1 and not call.host.custom_generate
-    plans: dict[Any, AdoptPlan] = {}
-    gains = False
-    # A static cache needs layers of one kind, and a window drops positions of a prompt that is stored once only.
-    must_share = may_share and call.will_capture and _drops_positions(cache, limit)
-
-    def storage_for(keys: Tensor, is_cross: bool) -> Storage:
-        shares = may_share and should_share(call.costs, keys, rows_per_input, is_cross, call.will_capture)
-        return Storage.SHARED if shares or (must_share and not is_cross) else Storage.REPEATED
-
-    for part, is_cross in zip(parts(cache), (False, True)):
-        for index, layer in enumerate(part.layers):
-            kind: Any = type(layer)
-            if isinstance(layer, KVLayer):
-                kind = layer.kv
-                keys = layer.kv.segments(layer.index)[-1][0]
-                if kind not in plans:
-                    plans[kind] = AdoptPlan(storage_for(keys, is_cross=False), True, branched=layer.kv)
-            elif not _is_plain(layer, WITH_STATES):
-                reason = Reason("LAYER_TYPE", f"layers of {kind.__name__} stored for each row")
-                plans.setdefault(kind, AdoptPlan(Storage.LIBRARYS, False, reason=reason))
-            elif layer.is_initialized and layer.keys.numel():
-                keys, values = layer.keys, layer.values
-                storage = storage_for(keys, is_cross)
-                few = FEW_KEYS if may_share and storage is Storage.REPEATED else None
-                window = getattr(layer, "sliding_window", None) if storage is Storage.REPEATED else None
-                outgrows = window is not None and window <= keys.shape[2] + limit
-                if storage is Storage.REPEATED and (outgrows or call.host.user_code):
-                    storage = Storage.LIBRARYS
-                writes = storage is Storage.REPEATED and window is None and not is_cross
-                gains |= storage is Storage.SHARED
-                gains |= writes and _elements(keys, rows_per_input, limit) >= call.costs.min_elements_in_place
-                kind = is_cross, storage, keys.shape, values.shape, keys.dtype, keys.device
-                plans.setdefault(kind, AdoptPlan(storage, not is_cross, reason=few))
-            else:
-                continue
-            plans[kind].places.append((part, index))
-    for plan in plans.values():
-        if not gains and plan.branched is None:
-            plan.storage = Storage.LIBRARYS
-    return [*plans.values()]
-
-
-def _drops_positions(cache: Cache, limit: int) -> bool:
-    """Whether a window will have dropped positions once `limit` were added."""
-    return bool(window_reasons(cache, (length_of(cache) or 0) + limit))
-
-
-def _elements(keys: Tensor, rows_per_input: int, limit: int) -> int:
-    """Returns the mean number of elements of all rows' keys while up to `limit` positions are added."""
-    inputs, kv_heads, length, width = keys.shape
-    return inputs * rows_per_input * kv_heads * (length + limit // 2) * width
-
-
-def _is_plain(layer: Any, adopted: dict[Any, type[KVLayer]] = ADOPTED) -> bool:
+def is_plain(layer: Any, adopted: dict[Any, type[KVLayer]] = ADOPTED) -> bool:
     """Whether a `KVLayer` can do all that this layer does. adopted: the classes of layers that may have one."""
     return type(layer) in adopted and not getattr(layer, "record_past", False)  # used to roll back a window
-
-
-def _report(plans: list[AdoptPlan], call: GenerateCall, is_prefix: bool) -> None:
-    """Adds to the report how layers are stored, and why they are not shared."""
-    counts: Counter[Any] = Counter()
-    for plan in plans:
-        counts[plan.reason or (plan.storage, plan.grows)] += len(plan.places)
-    if count := counts[Storage.SHARED, False]:
-        call.report.shared.append(f"cross-attention keys and values: once per input, {count} layers")
-    if count := counts[Storage.SHARED, True]:
-        what = "the prefix's keys and values: once for all rows" if is_prefix else PROMPT_ONCE
-        call.report.shared.append(f"{what}, {count} layers")
-    reasons = sorted((key for key in counts if isinstance(key, Reason)), key=attrgetter("text"))
-    counted = [replace(reason, text=f"{counts[reason]} {reason.text}") for reason in reasons]
-    call.report.add_reasons(report.KV_CACHE, counted)
 
 
 def give_back(cache_ref: ref[Cache]) -> None:
@@ -408,10 +252,11 @@ def give_back(cache_ref: ref[Cache]) -> None:
 def select_rows(cache: Cache, rows: Tensor) -> None:
     """Overwrites row i with row `rows[i]` (int64); there may be more rows than before."""
     for layer in layers_of(cache):
-        _select_rows(layer.to_dynamic_layer() if isinstance(layer, KVLayer) else layer, rows)
+        select_rows_of(layer.to_dynamic_layer() if isinstance(layer, KVLayer) else layer, rows)
 
 
-def _select_rows(layer: Any, rows: Tensor) -> None:
+def select_rows_of(layer: Any, rows: Tensor) -> None:
+    """Overwrites rows of one layer of the library, as `select_rows` does."""
     device = getattr(layer, "device", None)
     layer.reorder_cache(rows if device is None else rows.to(device))
 

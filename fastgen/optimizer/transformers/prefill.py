@@ -31,7 +31,7 @@ from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.model_info import FEWER_ROWS, ModelInfo
 from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, PREFIX, LeaveAlone, Reason, leave_alone_for
 from fastgen.optimizer.decoding.segmented_kv import KV
-from fastgen.optimizer.transformers import kv_layers, prefixes, row_groups
+from fastgen.optimizer.transformers import adoption, kv_layers, prefixes, row_groups
 from fastgen.optimizer.transformers.checks import KNOWN, CallChecks, HostModel, current_call
 from fastgen.optimizer.transformers.models import images, latent_attention
 from fastgen.optimizer.transformers.prefixes import CommonPrefix
@@ -226,12 +226,12 @@ def expand_cache(
     call: GenerateCall,
     is_prefix: bool = False,
 ) -> None:
-    """Expands a cache of `inputs` rows to `rows_per_input` times as many, see `kv_layers.adopt`.
+    """Expands a cache of `inputs` rows to `rows_per_input` times as many, see `adoption.adopt`.
 
     Until the call ends, a model's latents in segments are expanded segment by segment.
     """
     # In calls without a `KVCache` the library may compile forwards.
-    if kv_layers.adopt(cache, inputs, rows_per_input, limit, call, is_prefix):
+    if adoption.adopt(cache, inputs, rows_per_input, limit, call, is_prefix):
         facts = call.facts_of(model, KNOWN)
         if [kind for kind in facts.kinds if hasattr(kind, latent_attention.NAME)]:
             call.on_exit.enter_context(latent_attention.expanding_in_parts(facts.modules.values()))

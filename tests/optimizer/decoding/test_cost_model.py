@@ -18,9 +18,9 @@ from fastgen.optimizer.decoding.captures import is_worth_capturing
 from fastgen.optimizer.decoding.cost_model import CPU, GPU, CostModel, ModelSize, Work, size_of
 from fastgen.optimizer.decoding.faster_forwards import should_swap
 from fastgen.optimizer.decoding.kv_cache import should_share
+from fastgen.optimizer.transformers.adoption import Storage, plan_adoption
 from fastgen.optimizer.transformers.checks import KNOWN, generate_call
 from fastgen.optimizer.transformers.decode_step import is_worth_compacting
-from fastgen.optimizer.transformers.kv_layers import Storage, plan_adoption
 from fastgen.optimizer.transformers.token_loop import unwanted_drafts
 from fastgen.testing import configured
 

@@ -54,6 +54,8 @@ from fastgen.patching import disabled
 # A call with at most so many steps, whose prefill is too small to gain, bypasses fastgen.
 MOST_STEPS_OF_TINY_CALL = 2
 
+GROWS = "the static cache: one that grows, because nothing is compiled"
+
 CAST_ONCE = "weights under autocast: cast once"
 
 TOO_SMALL = Reason("TOO_SMALL", "the model and the call are too small to gain")
@@ -96,6 +98,9 @@ def _accelerated(original: Callable, call: GenerateCall, self: checks.HostModel,
     if call.host.custom_generate:
         text = "custom_generate may read the cache: plain layers, keys and values stored for each row"
         call.report.add_reasons(KV_CACHE, [Reason("CUSTOM_GENERATE", text)])
+    if _is_static_in_vain(call, self, args, kwargs):
+        call.report.shared.append(GROWS)
+        kwargs["cache_implementation"] = "dynamic"
     try:
         with swap_forwards(self, args, kwargs, call), casting_once(call, self):
             result = original(self, *args, **kwargs)
@@ -106,6 +111,27 @@ def _accelerated(original: Callable, call: GenerateCall, self: checks.HostModel,
     if not call.rows:
         call.report.add_reasons(PREFILL, [Reason("NO_PREFILL", "this decoding method does not call _prefill")])
     return result
+
+
+def _is_static_in_vain(
+    call: GenerateCall, model: checks.HostModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether a call makes a static cache that it neither compiles nor shows: on a CPU, where it only costs time."""
+    configs = (kwargs.get("generation_config"), *args[1:2], model.generation_config)
+
+    def setting(name: str) -> Any:
+        values = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
+        return next((value for value in values if value is not None), None)
+
+    if setting("cache_implementation") != "static" or model.device.type != "cpu" or args[2:]:
+        return False
+    is_supported = getattr(model, "_can_compile_fullgraph", False)  # otherwise the library may raise an error
+    reads = [kwargs.get(name) for name in ("custom_generate", "assistant_model")]
+    reads += [setting(name) for name in ("return_dict_in_generate", "compile_config", "prefill_chunk_size")]
+    if not is_supported or kv_layers.cache_of(kwargs) is not None or any(reads):
+        return False
+    facts = call.facts_of(model, checks.KNOWN)
+    return not (facts.hooks or facts.user_code or facts.compiled)
 
 
 def _tiny_reasons(

@@ -6,8 +6,8 @@ import pytest
 import torch
 from architectures import INDEXED, LATENT
 from hooks import replaced
-from parity import assert_equal_outputs, compared, run_both
-from reports import PREFILL, left_alone_because
+from parity import assert_equal_outputs, compared, run_both, same_tokens
+from reports import PREFILL, is_shared, left_alone_because
 from tiny_models import BEAMS, BOTH, SAMPLES, padded, tiny
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
@@ -15,6 +15,7 @@ from versions import needs
 
 import fastgen
 from fastgen.optimizer.decoding.report import Reason
+from fastgen.optimizer.transformers.call import GROWS
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
@@ -36,6 +37,19 @@ def test_the_prefill_runs_once_per_input_into_the_same_cache(name, arguments, ro
     assert both.report.shared == [PREFILL] and both.report.kernels == {}
     stock, fast = rows[: len(rows) // 2], rows[len(rows) // 2 :]
     assert len(stock) == len(fast) and fast.count(2 * several) < stock.count(2 * several)
+
+
+@BOTH
+@pytest.mark.parametrize("name", ("llama", "mistral", "bart"))
+def test_a_static_cache_that_nobody_sees_grows_on_a_cpu(name, arguments):
+    model = build(name)
+    report = same_tokens(model, padded(9, 5), **arguments, **STATIC)
+    assert GROWS in report.shared and is_shared(report)
+    model.generation_config.cache_implementation = "static"
+    assert GROWS in same_tokens(model, padded(9, 5), **arguments).shared
+    assert GROWS not in same_tokens(model, padded(9, 5), **arguments, compile_config=CompileConfig()).shared
+    model.model.register_forward_hook(lambda module, args, output: None)
+    assert GROWS not in same_tokens(model, padded(9, 5), **arguments).shared
 
 
 @needs("torch", "2.7", "the library takes CUDA's streams, which need a GPU")

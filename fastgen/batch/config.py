@@ -336,9 +336,21 @@ class BatchConfig:
         for contradicting in asked:
             if len(contradicting := list(filter(None, contradicting))) > 1:
                 raise InputError(f"{' and '.join(contradicting)} contradict each other (accepted: one of them)")
+        self.check_needs(knows_input=not self.reads_records)
+
+    def check_needs(self, knows_input: bool = True) -> None:
+        """Raises InputError for settings that need another one.
+
+        knows_input: whether INPUT was looked at; before, records of any kind may turn out to be chats.
+        """
         for each in settings_of_run():
             needed = each.metadata["needs"]
-            if needed and self.setting(each.name) and not self.setting(needed[0]):
+            if (
+                needed
+                and self.setting(each.name)
+                and not self.setting(needed[0])
+                and (knows_input or needed[0] != "chat")
+            ):
                 raise InputError(f"{self.setting(each.name)} needs {self.named(*needed)}")
 
     def _check_task(self) -> None:

@@ -17,7 +17,6 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from io import FileIO
-from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -128,9 +127,15 @@ class Part:
 
     def ranges(self) -> list[tuple[int, int]]:
         """Returns the first and the last number of each run of successive lines that have a record."""
-        numbers = (number for number, offset in enumerate(self._offsets) if offset >= 0)
-        runs = (list(run) for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]))
-        return [(run[0][1], run[-1][1]) for run in runs]
+        ranges: list[tuple[int, int]] = []
+        for number, offset in enumerate(self._offsets):
+            if offset < 0:
+                continue
+            if ranges and ranges[-1][1] == number - 1:
+                ranges[-1] = ranges[-1][0], number
+            else:
+                ranges.append((number, number))
+        return ranges
 
     def cut(self) -> None:
         """Truncates the file after the last complete batch."""

@@ -41,6 +41,7 @@ def task_for(args: BatchConfig) -> Task:
     """Returns the task of the settings. Raises InputError if it lacks something, or cannot write OUTPUT."""
     if why := upgrade_reason(LOWEST["transformers"], "transformers"):
         raise InputError(why)
+    args.check_needs()
     check_packages(*([] if args.reads else ["soundfile", "soxr"]), needed_by=args.setting("task"))
     if args.speaks:
         _check_sound_files(args)

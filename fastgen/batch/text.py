@@ -113,7 +113,7 @@ class TextInput:
                 self._fill(item, ids)
         return items
 
-    def _encode(self, inputs: list[Any], **arguments: Any) -> list[list[int]]:
+    def _encode(self, inputs: list[Any], /, **arguments: Any) -> list[list[int]]:
         return self._tokenizer(inputs, verbose=False, **self._options)["input_ids"]
 
     def _encode_long(self, text: Any) -> list[int] | str:
@@ -153,7 +153,7 @@ class ChatInput(TextInput):
 
     truncates = False
 
-    def _encode(self, inputs: list[Any], **arguments: Any) -> list[list[int]]:
+    def _encode(self, inputs: list[Any], /, **arguments: Any) -> list[list[int]]:
         options = {"add_generation_prompt": True, **arguments, "tokenize": True, "return_dict": True}
         return self._tokenizer.apply_chat_template(inputs, **options)["input_ids"]
 
@@ -223,9 +223,10 @@ class Bodies:
         max_new_tokens = settings.get("max_new_tokens", 0)
         if number is not None and max_new_tokens >= number:
             raise _refused("max_tokens", max_new_tokens, f"up to {number - 1}, of MODEL's {number} positions")
-        if REPETITION_PENALTY_COUNTS_PADDING and settings.get("repetition_penalty", 1) != 1:
-            ways = f"1, or {args.named('repetition_penalty', settings['repetition_penalty'])} for all requests"
-            raise _refused("repetition_penalty", settings["repetition_penalty"], ways)
+        penalty = settings.get("repetition_penalty", 1)
+        if REPETITION_PENALTY_COUNTS_PADDING and penalty not in (1, loaded.value("repetition_penalty")):
+            ways = f"1, or {args.named('repetition_penalty', penalty)} for all requests"
+            raise _refused("repetition_penalty", penalty, ways)
         outputs = settings.get("num_return_sequences", 1)
         beams = loaded.value("num_beams") or 1
         if beams > 1 and outputs > beams:
@@ -239,7 +240,8 @@ class Bodies:
 
 def template_arguments(body: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a body for the chat template. Raises RecordError for those that it cannot have."""
-    arguments = body.get("chat_template_kwargs") or {}
+    arguments = body.get("chat_template_kwargs")
+    arguments = {} if arguments is None else arguments
     accepted = "an object with variables of the chat template"
     if not isinstance(arguments, dict):
         raise _refused("chat_template_kwargs", arguments, accepted)
@@ -254,6 +256,8 @@ def template_arguments(body: dict[str, Any]) -> dict[str, Any]:
         messages = body["messages"]
         if not isinstance(messages, list) or messages[-1]["role"] != "assistant":
             raise _refused("continue_final_message", True, "true after a message of the assistant")
+        if switches.get("add_generation_prompt"):
+            raise _refused("add_generation_prompt", True, "false, or nothing, with continue_final_message")
         switches["add_generation_prompt"] = False
     return arguments | switches
 

@@ -37,7 +37,8 @@ template <typename V>
 inline V value_of(const OddFunction &function, const V &z) {
     const V square = z * z, limit = function.limit - V{}, one = 1 - V{};
     const V ratio = z * polynomial(function.numerator, square) / polynomial(function.denominator, square);
-    return z > limit ? one : (z < -limit ? -one : ratio);
+    const V bounded = ratio > one ? one : (ratio < -one ? -one : ratio); // NaN stays
+    return z > limit ? one : (z < -limit ? -one : bounded);
 }
 
 template <typename V>

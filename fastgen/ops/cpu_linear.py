@@ -169,8 +169,6 @@ CPU_FIELDS = ("model name", "cpu family", "model", "stepping")
 
 KIND = "products"  # of measurements
 
-ROWS_AT_ONCE = 1024  # in a product of oneDNN that is copied
-
 
 @functools.cache
 def machine_reasons() -> list[str]:
@@ -209,23 +207,6 @@ def can_multiply(rows: Any, weight: Any, bias: Any) -> bool:
 def onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes `rows @ weight.T + bias`: rows `[…, in_features]`, weight `[out_features, in_features]`."""
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
-
-
-def write_product(name: str, output: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Writes the product of a GEMM backend into `output` `[…, out_features]`, with its bits.
-
-    oneDNN has no such form: it computes some rows at a time, whose results are copied while they are in a cache.
-    """
-    rows, output = rows.view(-1, rows.shape[-1]), output.view(-1, output.shape[-1])
-    if name == SKINNY_GEMM:
-        product_into(output, rows, weight, bias, address_of=Tensor.data_ptr)()
-    elif name == ONEDNN:
-        for part, results in zip(rows.split(ROWS_AT_ONCE), output.split(ROWS_AT_ONCE)):
-            results.copy_(onednn_linear(part, weight, bias))
-    elif bias is None:
-        torch.mm(rows, weight.t(), out=output)
-    else:
-        torch.addmm(bias, rows, weight.t(), out=output)
 
 
 def _onednn_has(dtype: torch.dtype) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -33,8 +32,9 @@ _ARGUMENTS = (*[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_int32] * 2)
 
 
 def can_compute(numbers: Tensor) -> bool:
-    """Whether `gelu_into` supports this tensor: fp32, contiguous, on a CPU."""
-    return bool(numbers.dtype == torch.float32 and numbers.is_cpu and numbers.is_contiguous())
+    """Whether `gelu` supports this tensor: fp32, contiguous, on a CPU."""
+    is_plain = numbers.layout == torch.strided and not numbers.is_nested and numbers.numel() > 0
+    return bool(is_plain and numbers.dtype == torch.float32 and numbers.is_cpu and numbers.is_contiguous())
 
 
 def call_into(results: Tensor, numbers: Tensor, activation: str) -> partial[None]:
@@ -45,13 +45,11 @@ def call_into(results: Tensor, numbers: Tensor, activation: str) -> partial[None
     return partial(function, *addresses, numbers.numel(), ACTIVATIONS.index(activation), threads)
 
 
-def gelu(numbers: Tensor, activation: str, empty_like: Callable[[Tensor], Tensor] = torch.empty_like) -> Tensor:
-    """Returns GELU or GELU_TANH of numbers for which `can_compute` is true, in memory of `empty_like`."""
+def gelu(numbers: Tensor, activation: str) -> Tensor:
+    """Returns GELU or GELU_TANH of numbers for which `can_compute` is true."""
     if torch._C._len_torch_dispatch_stack():
         return torch.ops.fastgen.gelu(numbers, activation)
-    results = empty_like(numbers)
-    call_into(results, numbers, activation)()
-    return results
+    return _gelu(numbers, activation)
 
 
 def _gelu(numbers: Tensor, activation: str) -> Tensor:

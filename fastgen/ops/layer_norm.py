@@ -65,19 +65,11 @@ def call_into(
     return partial(function, *addresses, count, width, epsilon, threads)
 
 
-def layer_norm(
-    rows: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    epsilon: float,
-    empty_like: Callable[[Tensor], Tensor] = torch.empty_like,
-) -> Tensor:
-    """Returns the norm of rows for which `can_normalize` is true, in memory of `empty_like`."""
+def layer_norm(rows: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+    """Returns the norm of rows for which `can_normalize` is true."""
     if torch._C._len_torch_dispatch_stack():
         return torch.ops.fastgen.layer_norm(rows, weight, bias, epsilon)
-    output = empty_like(rows)
-    call_into(output, rows, weight, bias, epsilon, address_of=Tensor.data_ptr)()
-    return output
+    return _layer_norm(rows, weight, bias, epsilon)
 
 
 def _layer_norm(rows: Tensor, weight: Tensor, bias: Tensor, epsilon: float, added: Tensor | None = None) -> Tensor:

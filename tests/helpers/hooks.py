@@ -95,7 +95,6 @@ LIMITS = {
     "min_elements_of_thread": "fastgen.ops.rms_norm:MIN_ELEMENTS_OF_THREAD",
     "min_elements_of_norm": "fastgen.ops.layer_norm:MIN_ELEMENTS_OF_THREAD",
     "min_elements_of_gelu": "fastgen.ops.gelu:MIN_ELEMENTS_OF_THREAD",
-    "min_bytes_of_buffer": "fastgen.ops.output_buffers:MIN_BYTES",
     "min_elements_to_draw": f"{_TRANSFORMERS}.token_loop:MIN_ELEMENTS_TO_DRAW",
 }
 

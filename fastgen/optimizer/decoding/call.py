@@ -30,7 +30,6 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from fastgen.ops.output_buffers import OutputBuffers
 from fastgen.optimizer.decoding import cost_model
 from fastgen.optimizer.decoding.cost_model import CostModel
 from fastgen.optimizer.decoding.guards import KnownCode
@@ -54,7 +53,7 @@ class GenerateCall:
     input, or the loop or a module's forward is fastgen's. on_exit: closed when the call ends, which returns captured
     steps and caches. has_stages: whether other calls of `generate` are stages of this one. costs: the cost model.
     facts: the facts of each model that the call asked about. swapped: the models whose modules have faster forwards in
-    this call or in the enclosing one. outputs: memory of large outputs of these forwards.
+    this call or in the enclosing one.
     """
 
     report: Report
@@ -69,7 +68,6 @@ class GenerateCall:
     costs: CostModel = field(default_factory=lambda: cost_model.DEFAULT)
     facts: dict[Any, ModelInfo] = field(default_factory=dict)
     swapped: tuple[Any, ...] = ()
-    outputs: OutputBuffers = field(default_factory=OutputBuffers)
     outer: GenerateCall | None = None
 
     def __enter__(self) -> GenerateCall:

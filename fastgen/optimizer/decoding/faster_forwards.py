@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fastgen.ops import cpu_attention, cpu_linear, layer_norm, output_buffers, simd
+from fastgen.ops import cpu_attention, cpu_linear, layer_norm, simd
 from fastgen.ops.cpu_attention import MIN_QUERIES, FlashAttention
 from fastgen.ops.tracing import is_transformed, is_watched
 from fastgen.optimizer.decoding.call import GenerateCall, current_call
@@ -116,17 +116,10 @@ def multiply(forward: FasterForward, rows: Tensor, call: GenerateCall, is_transp
     if not cpu_linear.can_multiply(rows, weight, bias):
         return None
     fastest = cpu_linear.fastest(rows, weight, bias, lambda: _read_before(weight, call.swapped))
-    shape = *rows.shape[:-1], weight.shape[0]
-    is_large = rows.numel() // rows.shape[-1] * weight.shape[0] * rows.itemsize >= output_buffers.MIN_BYTES
-    if fastest == cpu_linear.BLAS and not is_large:
+    if fastest == cpu_linear.BLAS:
         forward.blas_shapes.add(rows.shape)
         return None
-    if fastest != cpu_linear.BLAS:
-        call.report.kernels[f"cpu_linear, {fastest}"] += 1
-    if is_large and not torch._C._len_torch_dispatch_stack():
-        output = call.outputs.empty(shape, rows)
-        cpu_linear.write_product(fastest, output, rows, weight, bias)
-        return output
+    call.report.kernels[f"cpu_linear, {fastest}"] += 1
     return cpu_linear.gemm_backends(rows.dtype)[fastest](rows, weight, bias)
 
 
@@ -147,7 +140,7 @@ def normalize(forward: FasterForward, rows: Tensor, call: GenerateCall) -> Tenso
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or is_transformed():
         return None
     call.report.kernels["layer norm"] += 1
-    return layer_norm.layer_norm(rows, weight, bias, module.eps, call.outputs.empty_like)
+    return layer_norm.layer_norm(rows, weight, bias, module.eps)
 
 
 def _read_before(weight: Tensor, models: Iterable[nn.Module]) -> list[Tensor]:

@@ -225,7 +225,9 @@ def forwards() -> dict[type[nn.Module], Forward]:
     products = linears()
     if products and isinstance(torch.addmm, BuiltinFunctionType):
         products[Conv1D] = partial(multiply, is_transposed=True)  # in GPT-2
-    activations = dict.fromkeys((GELUActivation, GELUTanh, nn.GELU), activate)
+    activations: dict[type[nn.Module], Forward] = {}
+    if isinstance(functional.gelu, BuiltinFunctionType):
+        activations = dict.fromkeys((GELUActivation, GELUTanh, nn.GELU), activate)
     return {NewGELUActivation: new_gelu, **activations, **norms(), **products}
 
 
@@ -238,8 +240,7 @@ def new_gelu(forward: FasterForward, input: Tensor, call: GenerateCall) -> Tenso
         return None
     if input.dtype == torch.float32:
         kernel = first_supported(gelu.KERNELS, "cpu", input)
-        is_torchs = kernel is gelu.KERNELS[-1]
-        output = kernel.run(input, gelu.GELU_TANH, *([] if is_torchs else [call.outputs.empty_like]))
+        output = kernel.run(input, gelu.GELU_TANH)
     elif lookup.can_look_up(input):
         output = lookup.look_up(input, _table_of_new_gelu(input.dtype))
     else:
@@ -257,7 +258,7 @@ def activate(forward: FasterForward, input: Tensor, call: GenerateCall) -> Tenso
     if kernel is gelu.KERNELS[-1]:
         return None
     call.report.kernels["GELU"] += 1
-    return kernel.run(input, activation, call.outputs.empty_like)
+    return kernel.run(input, activation)
 
 
 def _is_plain(input: Tensor) -> bool:

@@ -159,6 +159,8 @@ def plan_adoption(cache: Cache, rows_per_input: int, limit: int, call: GenerateC
                 gains |= writes and _elements(keys, rows_per_input, limit) >= call.costs.min_elements_in_place
                 kind = is_cross, storage, keys.shape, values.shape, keys.dtype, keys.device
                 plans.setdefault(kind, AdoptPlan(storage, not is_cross, reason=few))
+            elif state_layers.states_of([layer]):  # of a layer that has states, but no keys yet
+                plans.setdefault(kind, AdoptPlan(Storage.LIBRARYS, False))
             else:
                 continue
             plans[kind].places.append((part, index))

@@ -303,6 +303,14 @@ class CallChecks:
         is_other = attention not in ("sdpa", "eager")
         return that_hold(("ATTENTION", f"attention {attention} (supported: sdpa, eager)", is_other))
 
+    @check(report.DRAFTS)
+    def window_reasons(self, most: int) -> list[Reason]:
+        """Returns why masks of `most` positions hide the first ones: of a window, whatever the layers of the cache."""
+        text: Any = self.model.config.get_text_config(decoder=True)
+        windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
+        crossed = [window for window in windows if isinstance(window, int) and window <= most]
+        return that_hold(("SLIDING_WINDOW", f"a sliding window of {{}} for up to {most} positions", crossed[:1]))
+
     @cached_property
     @check(report.PREFIX, report.DRAFTS)
     def _growing_positions(self) -> list[Reason]:
@@ -381,7 +389,7 @@ class CallChecks:
             self._coupled_products,
             ("CACHE_TYPE", "there is no DynamicCache", cache is None or kv_layers.is_static(cache)),
             [] if cache is None else kv_layers.unsupported_types(cache) or kv_layers.layer_reasons(cache),
-            [] if cache is None else kv_layers.window_reasons(cache, most),
+            self.window_reasons(most),
             self._growing_positions,
             self._table_reasons(most),
             ("USER_CACHE", READ, self._cache_is_read),

@@ -99,6 +99,7 @@ class TransformersDecodeStep(DecodeStep):
         # Releases the cache: if nobody else holds it, it need not be given back when the call ends.
         self.arguments = {}
         self._dynamic = None
+        self._earlier_states = []
         self.drafts = None
         self.rollback.keep()
 
@@ -249,7 +250,7 @@ class TransformersDecodeStep(DecodeStep):
         states, self._earlier_states = self._earlier_states, []
         content = kv_layers.content_of(cache, left, states)
         most = (kv_layers.length_of(cache) or 0) + left
-        self._masks.is_possible = self._masks.is_possible and not kv_layers.window_reasons(cache, most)
+        self._masks.is_possible = self._masks.is_possible and not self.checks.window_reasons(most)
         leave_alone_for(self.checks.row_states({self.rows, self.call.inputs}))
         return content, frozenset(name for name, value in self.arguments.items() if value is not None)
 

@@ -94,7 +94,8 @@ class KVLayer(DynamicLayer):
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         if self.is_compileable:
-            return self.kv.prompt_lengths[self.index] + self.kv.capacity, self.kv.dropped[self.index]
+            dropped = self.kv.dropped[self.index] if self.index < self.kv.growing else 0
+            return self.kv.prompt_lengths[self.index] + self.kv.capacity, dropped
         return super().get_mask_sizes(*args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -361,8 +362,8 @@ def _keys_of(cache: Cache) -> KVContent:
     if not growing or not parts(cache)[-1].layers or not all(map(attrgetter("is_initialized"), layers)):
         raise LeaveAlone([LAYER_EMPTY])
     length = int(cache.get_seq_length())
-    adopted = {layer.kv for layer in layers if isinstance(layer, KVLayer)}
-    if not adopted:
+    adopted = {getattr(layer, "kv", None) for layer in layers}
+    if adopted == {None}:
         pairs = list(map(attrgetter("keys", "values"), layers))
         if any(keys.shape[2] < length for keys, _ in pairs[:growing]):  # the last forward cannot be repeated
             raise LeaveAlone([Reason("SLIDING_WINDOW", "a window has dropped positions that are stored for each row")])
@@ -371,7 +372,7 @@ def _keys_of(cache: Cache) -> KVContent:
         content.require_alike()
         return content
     kv = adopted.pop()
-    if adopted or len(kv.prompts) != len(layers):
+    if adopted or kv is None or len(kv.prompts) != len(layers):
         raise LeaveAlone([Reason("LAYERS_DIFFER", "the layers of the cache differ in kind")])
     content = kv.content([layer.index for layer in layers])
     return replace(content, dropped=[length - layer.kv.length(layer.index) for layer in layers[:growing]])

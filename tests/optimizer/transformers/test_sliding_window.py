@@ -3,10 +3,11 @@
 import pytest
 import torch
 from hooks import watched
-from parity import assert_equal_caches, assert_equal_outputs, assert_same, compared, same_tokens
+from parity import assert_equal_caches, assert_equal_outputs, assert_same, compared, run_both, same_tokens
 from reports import PROMPT, capturing, is_shared, not_captured_because, replays
 from tiny_models import BEAMS, BOTH, padded, tiny, token_ids
 from torch import nn
+from transformers import DynamicCache
 
 from fastgen.optimizer.decoding.report import KV_CACHE
 
@@ -102,3 +103,15 @@ def test_assisted_decoding_with_windows_is_the_librarys():
     assert_same(
         model, {"input_ids": token_ids(1, LENGTH)}, assistant_model=assistant, max_new_tokens=7, do_sample=False
     )
+
+
+@pytest.mark.parametrize("drafts", ("off", "auto"))
+@pytest.mark.parametrize("name", MODELS)
+def test_windows_hide_positions_of_plain_layers(name, drafts):
+    """The masks have the window of the configuration, although these layers keep everything."""
+    model, inputs = model_of(name, 14), {"input_ids": token_ids(1, LENGTH)}
+    new = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "return_dict_in_generate": True}
+    with capturing(drafts=drafts, smallest_capacity=64):
+        both = run_both(lambda: model.generate(**inputs, **new, past_key_values=DynamicCache(), output_logits=True))
+    assert replays(both.report)
+    assert_equal_outputs(both.stock.logits, both.fast.logits)

@@ -45,7 +45,10 @@ class Op:
 
 
 class Fusion(NamedTuple):
-    """replace: gets the named values and the last call; returns the call instead of all, None if unsupported."""
+    """replace: gets the named values and the last call; returns the call instead of all, None if unsupported.
+
+    The call may have only the first outputs of the last one.
+    """
 
     pattern: Op
     replace: Callable[[Values, TracedCall], TracedCall | None]
@@ -87,7 +90,9 @@ class Matcher:
         for match in self._of_call(fusion.pattern, number, Match({}, frozenset())):
             replacement = fusion.replace(match.values, self.calls[number]) if self._is_alone(match, number) else None
             if replacement is not None and not self._computes(match.parts - {number}, replacement.read):
-                return match, replacement
+                lost = self.calls[number].outputs[len(replacement.outputs) :]
+                if not any(self.uses[id(tensor)] for tensor in lost):
+                    return match, replacement
         return None, None
 
     def _computes(self, parts: Collection[int], tensors: list[Tensor]) -> bool:

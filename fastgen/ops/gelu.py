@@ -66,5 +66,5 @@ _LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
 _LIBRARY.define("gelu(Tensor numbers, str activation) -> Tensor")
 _LIBRARY.impl("gelu", _gelu, "CPU")
 
-_kernel = functools.partial(Kernel, task="GELU in large models, in fp32", counted_as=("GELU",))
+_kernel = functools.partial(Kernel, task="NewGELUActivation in large models, in fp32", counted_as=("fused activation",))
 KERNELS = (_kernel("C++", simd.machine_reasons, gelu, "cpu", can_compute), _kernel("torch", list, _gelu_in_torch))

@@ -1,4 +1,4 @@
-"""Layer norm on a CPU as one pass over the rows on all threads, with the sum with other rows that comes before it.
+"""Layer norm in captured steps on a CPU: one pass over the rows, with the sum with other rows that comes before it.
 
 In half precision the sums are in fp32 and the output is rounded once, as torch does. In a decode step, torch's kernel
 meets caches that products have evicted: BART-base shape, 4 rows, one thread of AMD EPYC (family 25, model 1), it takes
@@ -10,7 +10,6 @@ Tests: tests/ops/test_layer_norm.py
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,12 +20,13 @@ from torch.nn import functional
 
 from fastgen.ops import simd
 from fastgen.ops.fusion import Fusion, Name, Op, Values
-from fastgen.ops.kernel import Kernel
+from fastgen.ops.kernel import Kernel, first_supported
 from fastgen.ops.tracing import TracedCall
 
 OPERATION = "fastgen::layer_norm"
 
 MIN_ELEMENTS_OF_THREAD = 1 << 14
+DEFAULT_EPSILON = 1e-5  # of torch
 
 _ARGUMENTS = (*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 2, ctypes.c_float, ctypes.c_int32)
 
@@ -65,13 +65,6 @@ def call_into(
     return partial(function, *addresses, count, width, epsilon, threads)
 
 
-def layer_norm(rows: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """Returns the norm of rows for which `can_normalize` is true."""
-    if torch._C._len_torch_dispatch_stack():
-        return torch.ops.fastgen.layer_norm(rows, weight, bias, epsilon)
-    return _layer_norm(rows, weight, bias, epsilon)
-
-
 def _layer_norm(rows: Tensor, weight: Tensor, bias: Tensor, epsilon: float, added: Tensor | None = None) -> Tensor:
     output = torch.empty_like(rows)
     call_into(output, rows, weight, bias, epsilon, added, Tensor.data_ptr)()
@@ -82,11 +75,7 @@ def _layer_norm_in_torch(rows: Tensor, weight: Tensor, bias: Tensor, epsilon: fl
     return functional.layer_norm(rows, rows.shape[-1:], weight, bias, epsilon)
 
 
-_kernel = functools.partial(Kernel, task="layer norms of large models", counted_as=("layer norm",))
-KERNELS = (
-    _kernel("C++", simd.machine_reasons, layer_norm, "cpu", can_normalize),
-    _kernel("torch", list, _layer_norm_in_torch),
-)
+KERNELS = (Kernel("C++", simd.machine_reasons, _layer_norm, "cpu"), Kernel("torch", list, _layer_norm_in_torch))
 
 _LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
 _LIBRARY.define("layer_norm(Tensor rows, Tensor weight, Tensor bias, float epsilon, Tensor? added=None) -> Tensor")
@@ -94,22 +83,27 @@ _LIBRARY.impl("layer_norm", _layer_norm, "CPU")
 
 
 def _replacement(values: Values, last: TracedCall) -> TracedCall | None:
-    """Returns a norm with the sum before it."""
-    rows, added = values["rows"], values["added"]
+    """Returns the kernel in place of torch's norm, with the sum before it if there is one."""
     output = last.outputs[0]
-    for tensor in (rows, added):
-        if not isinstance(tensor, Tensor) or tensor.dtype != output.dtype or not tensor.is_contiguous():
+    rows, weight, bias, added = values["rows"], values["weight"], values["bias"], values.get("added")
+    if not can_normalize(rows, weight, bias) or tuple(values["shape"]) != weight.shape or rows.shape != output.shape:
+        return None
+    if added is not None:
+        is_like_rows = isinstance(added, Tensor) and added.dtype == rows.dtype and added.shape == rows.shape
+        if not is_like_rows or not added.is_contiguous():
             return None
-        if tensor.shape != output.shape:
-            return None
-    weight, bias = values["weight"], values["bias"]
-    arguments = rows, weight, bias, values["epsilon"], added
-    return TracedCall(last.operation, arguments, {}, last.result, [rows, weight, bias, added], last.outputs)
+    arguments = rows, weight, bias, values.get("epsilon", DEFAULT_EPSILON), added
+    read = [tensor for tensor in (rows, weight, bias, added) if tensor is not None]
+    return TracedCall(torch.ops.fastgen.layer_norm.default, arguments, {}, output, read, [output])
 
 
 def fusions() -> list[Fusion]:
-    """Returns how a norm is fused with the sum before it, if nothing else uses the sum."""
+    """Returns how a norm of torch is replaced, with the sum before it if nothing else uses the sum."""
+    if first_supported(KERNELS, "cpu") is KERNELS[-1]:
+        return []
+    in_inference_mode = (torch.ops.aten.layer_norm.default,)  # without an epsilon that is the default
+    norms = torch.ops.aten.native_layer_norm.default, *in_inference_mode
     total = Op((torch.ops.aten.add.Tensor,), (Name("rows"), Name("added")))
-    operation = torch.ops.fastgen.layer_norm.default
-    pattern = Op((operation,), (total, Name("weight"), Name("bias"), Name("epsilon")))
-    return [Fusion(pattern, _replacement)]
+    others = (Name("shape"), Name("weight"), Name("bias"))
+    ways = [(norms, (*others, Name("epsilon"))), (in_inference_mode, others)]
+    return [Fusion(Op(each, (rows, *names)), _replacement) for each, names in ways for rows in (total, Name("rows"))]

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fastgen.ops import cpu_attention, cpu_linear, layer_norm, simd
+from fastgen.ops import cpu_attention, cpu_linear
 from fastgen.ops.cpu_attention import MIN_QUERIES, FlashAttention
-from fastgen.ops.tracing import is_transformed, is_watched
+from fastgen.ops.tracing import is_watched
 from fastgen.optimizer.decoding.call import GenerateCall, current_call
 from fastgen.optimizer.decoding.cost_model import CostModel, ModelSize, Work
 from fastgen.provenance import packages_of
@@ -121,26 +121,6 @@ def multiply(forward: FasterForward, rows: Tensor, call: GenerateCall, is_transp
         return None
     call.report.kernels[f"cpu_linear, {fastest}"] += 1
     return cpu_linear.gemm_backends(rows.dtype)[fastest](rows, weight, bias)
-
-
-def norms() -> dict[type[nn.Module], Forward]:
-    """Returns the forward of `nn.LayerNorm`, if this machine has a faster one and torch's own is not replaced."""
-    is_torchs = getattr(functional.layer_norm, "__globals__", None) is vars(functional)
-    if simd.machine_reasons() or not is_torchs or not isinstance(torch.layer_norm, BuiltinFunctionType):
-        return {}
-    return {nn.LayerNorm: normalize}
-
-
-def normalize(forward: FasterForward, rows: Tensor, call: GenerateCall) -> Tensor | None:
-    """Returns the layer norm in one pass over the rows; None if torch must compute it."""
-    module = forward.module
-    weight, bias = module.weight, module.bias
-    if not layer_norm.can_normalize(rows, weight, bias) or module.normalized_shape != weight.shape:
-        return None
-    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or is_transformed():
-        return None
-    call.report.kernels["layer norm"] += 1
-    return layer_norm.layer_norm(rows, weight, bias, module.eps)
 
 
 def _read_before(weight: Tensor, models: Iterable[nn.Module]) -> list[Tensor]:

@@ -262,7 +262,8 @@ class CapturedGraph:
         if state is GraphState.DROPPED or captures.graphs.refused:
             return None
         self.is_used = True
-        if state is GraphState.CAPTURED or (self._replay is not None and self._replay.may_diverge):
+        may_be_discarded = state is GraphState.CAPTURED or (self._replay is not None and self._replay.may_diverge)
+        if may_be_discarded and self.cache.states.tensors:
             self.cache.states.save()
         try:
             if self._replay is None or (is_earlier and self._replay.fitting_leaves(inputs) is None):

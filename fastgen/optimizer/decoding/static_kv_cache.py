@@ -224,7 +224,7 @@ class StaticKVCache(Segments):
 
     def advance(self, count: int = 1) -> None:
         """Counts the positions added to each layer; 0 resets the write position after a discarded attempt."""
-        if count:
+        if count and self.states.tensors:
             self.states.commit()
         self.generated_length += count
         torch.add(self._ahead, self.generated_length, out=self.write_positions)
@@ -268,7 +268,7 @@ class StaticKVCache(Segments):
 
     def reorder(self, beam_idx: Tensor, layer: int | None = None) -> None:
         """Overwrites row i with row `beam_idx[i]` of the same input, in all layers or in one with keys."""
-        if layer is None:
+        if layer is None and self.states.tensors:
             self.states.reorder(beam_idx)
         if self.generated_length <= self.unmoved or (layer is not None and layer >= self.growing):
             return

@@ -23,7 +23,7 @@ from fastgen.optimizer import trust
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call, undo_of_random_numbers
 from fastgen.optimizer.decoding.captures import can_capture
 from fastgen.optimizer.decoding.cost_model import size_of
-from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears, norms, should_swap
+from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears, should_swap
 from fastgen.optimizer.decoding.report import LOOP, Report
 from fastgen.optimizer.decoding.verify import ABSENT, Difference, first_token_difference
 from fastgen.optimizer.fairseq.checks import KNOWN, SOURCES, CallChecks, ModelPlan
@@ -86,7 +86,7 @@ def _accelerated(
     large = [model for model in models if should_swap(call.costs, size_of(model, KNOWN))]
     modules = {model: call.facts_of(model, KNOWN).modules.values() for model in large}
     fallback = call.fallback(LOOP, "fairseq", restore=undo_of_random_numbers())
-    with faster_forwards(call, modules, {**linears(), **norms()}), fallback:
+    with faster_forwards(call, modules, linears()), fallback:
         self.search.init_constraints(checks.constraints, self.beam_size)
         row_inputs = torch.arange(inputs, device=device).repeat_interleave(self.beam_size)
         captures = can_capture(checks, call.rows, max_len)

@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
+from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
 from fastgen.ops import gelu, lookup
@@ -41,7 +40,6 @@ from fastgen.optimizer.decoding.faster_forwards import (
     faster_forwards,
     linears,
     multiply,
-    norms,
     should_swap,
 )
 from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, Reason
@@ -154,7 +152,7 @@ def _tiny_reasons(
     return [TOO_SMALL] if is_tiny and not should_swap(costs, size, steps) else []
 
 
-# Faster forwards: products of `nn.Linear` and GPT-2's `Conv1D`, layer norms and GELU.
+# Faster forwards: products of `nn.Linear` and GPT-2's `Conv1D`, and its GELU.
 
 
 def swap_forwards(
@@ -225,10 +223,7 @@ def forwards() -> dict[type[nn.Module], Forward]:
     products = linears()
     if products and isinstance(torch.addmm, BuiltinFunctionType):
         products[Conv1D] = partial(multiply, is_transposed=True)  # in GPT-2
-    activations: dict[type[nn.Module], Forward] = {}
-    if isinstance(functional.gelu, BuiltinFunctionType):
-        activations = dict.fromkeys((GELUActivation, GELUTanh, nn.GELU), activate)
-    return {NewGELUActivation: new_gelu, **activations, **norms(), **products}
+    return {NewGELUActivation: new_gelu, **products}
 
 
 def new_gelu(forward: FasterForward, input: Tensor, call: GenerateCall) -> Tensor | None:
@@ -236,7 +231,7 @@ def new_gelu(forward: FasterForward, input: Tensor, call: GenerateCall) -> Tenso
 
     In half precision the original rounds after each of its operations; a table reproduces that.
     """
-    if not _is_plain(input):
+    if torch.is_grad_enabled() or type(input) is not Tensor or is_transformed():
         return None
     if input.dtype == torch.float32:
         kernel = first_supported(gelu.KERNELS, "cpu", input)
@@ -247,35 +242,6 @@ def new_gelu(forward: FasterForward, input: Tensor, call: GenerateCall) -> Tenso
         return None
     call.report.kernels["fused activation"] += 1
     return output
-
-
-def activate(forward: FasterForward, input: Tensor, call: GenerateCall) -> Tensor | None:
-    """Computes GELU in fp32 in one pass on all threads; None if torch must compute it."""
-    activation = _activation_of(forward.module)
-    if activation is None or not _is_plain(input):
-        return None
-    kernel = first_supported(gelu.KERNELS, "cpu", input)
-    if kernel is gelu.KERNELS[-1]:
-        return None
-    call.report.kernels["GELU"] += 1
-    return kernel.run(input, activation)
-
-
-def _is_plain(input: Tensor) -> bool:
-    return type(input) is Tensor and not torch.is_grad_enabled() and not is_transformed()
-
-
-def _activation_of(module: Any) -> str | None:
-    """Returns which of torch's two forms of GELU a module computes; None if it computes another one."""
-    if type(module) is nn.GELU:
-        approximate = module.approximate
-    else:
-        function = module.act
-        is_partial = isinstance(function, partial) and not function.args
-        if (function.func if is_partial else function) is not functional.gelu:
-            return None
-        approximate = function.keywords.get("approximate", "none") if is_partial else "none"
-    return {"none": gelu.GELU, "tanh": gelu.GELU_TANH}.get(approximate)
 
 
 @functools.cache

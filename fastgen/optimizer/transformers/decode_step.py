@@ -221,9 +221,9 @@ class TransformersDecodeStep(DecodeStep):
         name = MASKS[is_cross]
         masks = self._masks.next(graph.cache)
         if masks is not None:  # the library builds none then
-            arguments[name] = tensors_of(masks)[0]
+            arguments[name] = self._masks.leaves[0]
         inputs = self.model.prepare_inputs_for_generation(tokens, next_sequence_length=length, **arguments)
-        if inputs.pop(self._cache_name, None) is None:  # as Phi-3 does, where its rotary positions change
+        if inputs.pop(*graph.view, None) is None:  # as Phi-3 does, where its rotary positions change
             raise NotRepeatable("the model drops its cache")
         if graph.cache.padding and (masks is None or is_cross):
             inputs = self._pad(inputs, graph.cache)
@@ -399,6 +399,7 @@ class StepMasks:
     def forget(self) -> None:
         """Drops the masks, because another cache is used; the next two are built."""
         self._masks: Any = None
+        self.leaves: list[Any] = []
         self._length, self._is_proven = 0, False
 
     def next(self, cache: StaticKVCache) -> Any:
@@ -410,15 +411,17 @@ class StepMasks:
         leaves = tensors_of(masks) if self.is_possible else []
         if leaves and all(isinstance(mask, Tensor) and mask.dim() == 4 for mask in leaves):
             if self._masks is not None and self._length <= cache.generated_length:  # a later step than theirs
-                expected = tensors_of(self._revealed(cache))
+                self._revealed(cache)
+                expected = self.leaves
                 self._is_proven = len(expected) == len(leaves) and all(map(torch.equal, expected, leaves))
                 self.is_possible = self._is_proven
             self._masks = masks
+            self.leaves = leaves
             self._length = cache.generated_length + 1
 
     def _revealed(self, cache: StaticKVCache) -> Any:
         start = cache.paddings[0] + cache.prompt_lengths[0]
-        for mask in tensors_of(self._masks):
+        for mask in self.leaves:
             new = mask[..., start + self._length : start + cache.generated_length + 1]
             new.fill_(True if mask.dtype == torch.bool else 0)
         self._length = cache.generated_length + 1

@@ -340,7 +340,6 @@ def static_reasons(cache: Cache, left: int) -> list[Reason]:
     return layer_reasons(cache, with_states=True) or window_reasons(cache, left, "more positions")
 
 
-@check(STEPS)
 def content_of(cache: Cache, left: int, states: Sequence[Tensor] = ()) -> KVContent:
     """Returns the content of the cache as views. Raises LeaveAlone if it cannot be static for `left` more positions.
 

@@ -7,14 +7,11 @@ import threading
 
 import pytest
 import torch
-from architectures import BY_NAME
 from hooks import ANY_SIZE, costs, watched
 from parity import assert_same
 from tiny_models import BEAMS, padded, tiny
-from torch import nn
-from torch.nn import functional
 from transformers import GenerationConfig
-from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
+from transformers.activations import NewGELUActivation
 
 import fastgen
 from fastgen.ops import simd
@@ -88,72 +85,6 @@ def test_the_fused_activation_is_the_same_function(dtype):
     assert usage == ({} if dtype == torch.float64 else {"fused activation": 1})
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(output, module(states), **tolerance)
-
-
-@WITH_KERNELS
-@pytest.mark.parametrize(
-    "module",
-    [GELUActivation(), GELUTanh(), nn.GELU(), nn.GELU("tanh")],
-    ids=["GELUActivation", "GELUTanh", "nn.GELU", "nn.GELU, tanh"],
-)
-def test_gelu_takes_one_pass_in_fp32_alone(module):
-    output, usage = by_faster_forward(module, STATES)
-    assert usage == {"GELU": 1}
-    torch.testing.assert_close(output, module(STATES), rtol=1e-5, atol=1e-6)
-    states = STATES.bfloat16()
-    output, usage = by_faster_forward(module, states)
-    assert not usage and torch.equal(output, module(states))
-
-
-@pytest.mark.parametrize("module", [GELUActivation(use_gelu_python=True), GELUTanh(use_gelu_tanh_python=True)])
-def test_gelu_of_other_functions_is_left_to_the_library(module):
-    output, usage = by_faster_forward(module, STATES)
-    assert not usage and torch.equal(output, module(STATES))
-
-
-@WITH_KERNELS
-@pytest.mark.parametrize("dtype", simd.DTYPES, ids=str)
-def test_layer_norms_take_one_pass(dtype):
-    torch.manual_seed(0)
-    module, states = nn.LayerNorm(100).to(dtype), torch.randn(3, 5, 100).to(dtype)
-    output, usage = by_faster_forward(module, states)
-    assert usage == {"layer norm": 1}
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.01, "atol": 0.01}
-    torch.testing.assert_close(output, module(states), **tolerance)
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        nn.LayerNorm(8, elementwise_affine=False),
-        nn.LayerNorm(8, bias=False),
-        nn.LayerNorm((3, 8)),
-        nn.LayerNorm(8).double(),
-    ],
-    ids=["no weight", "no bias", "two dimensions", "fp64"],
-)
-def test_other_layer_norms_are_left_to_torch(module):
-    states = torch.randn(2, 3, 8, dtype=next((weight.dtype for weight in module.parameters()), None))
-    output, usage = by_faster_forward(module, states)
-    assert not usage and torch.equal(output, module(states))
-
-
-@pytest.mark.parametrize(("space", "name"), [(torch, "layer_norm"), (functional, "layer_norm")])
-def test_a_replaced_layer_norm_is_called(space, name, monkeypatch):
-    original = getattr(space, name)
-    monkeypatch.setattr(space, name, lambda *args, **kwargs: 1 + original(*args, **kwargs))
-    module, states = nn.LayerNorm(8), torch.randn(2, 8)
-    output, usage = by_faster_forward(module, states)
-    assert not usage and torch.equal(output, module(states))
-
-
-@WITH_KERNELS
-@pytest.mark.parametrize(("name", "layer_norms"), [("bart", 26), ("gpt2", 15), ("whisper", 21)])
-def test_generate_counts_its_layer_norms(name, layer_norms):
-    architecture = BY_NAME[name]
-    with costs(**ANY_SIZE):
-        report = assert_same(architecture.model(), architecture.inputs(), **BEAMS | {"max_new_tokens": 3})
-    assert report.kernels["layer norm"] == layer_norms
 
 
 def test_generate_counts_its_fused_activations(gpt2):

@@ -14,6 +14,7 @@ from parity import compared
 from reports import FREE, LEFT, capturing
 from tiny_models import GREEDY, TOKENS_ONLY, WAYS, lively, tiny, unchanged
 from tiny_models import with_prefix as prompts
+from transformers import CompileConfig
 
 import fastgen
 from fastgen.optimizer.decoding.cost_model import CPU
@@ -120,7 +121,7 @@ def windowed(window: int) -> Any:
 LLAMA, TWO = partial(unchanged, "llama"), prompts(12, 12)
 QUANTIZED = partial(torch.ao.quantization.quantize_dynamic, tiny("llama"), {torch.nn.Linear})
 BESIDE_ROWS = {"output_hidden_states": True, "return_dict_in_generate": True}
-STATIC = {"cache_implementation": "static", "disable_compile": True}
+STATIC = {"cache_implementation": "static", "compile_config": CompileConfig(), "disable_compile": True}
 FAR = prompts(20, 18, prefix=9)
 LEFT_ALONE: dict[str, tuple[Callable[[], Any], dict[str, torch.Tensor], dict[str, Any], str]] = {
     "an encoder that decodes": (partial(tiny, "bert-encoder"), TWO, {}, "NOT_CAUSAL"),

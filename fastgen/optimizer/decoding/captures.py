@@ -230,8 +230,7 @@ class Captures:
     def begins_next(self) -> bool:
         """Whether `begin` will look for a graph, or create one, after the next forward."""
         forwards = self.forwards + 1
-        is_late = forwards >= self.call.costs.captures(self.graphs.device).before
-        return forwards >= self._next_attempt and (is_late or self.policy.may_reuse(self.graphs))
+        return forwards >= self._next_attempt and (self._is_late_at(forwards) or self.policy.may_reuse(self.graphs))
 
     def wants_new(self, left: int) -> bool:
         """Whether a new graph is worthwhile for at most `left` further steps: not early, as many calls end early."""
@@ -243,7 +242,10 @@ class Captures:
 
     @property
     def _is_late(self) -> bool:
-        return self.forwards >= self.call.costs.captures(self.graphs.device).before
+        return self._is_late_at(self.forwards)
+
+    def _is_late_at(self, forwards: int) -> bool:
+        return forwards >= self.call.costs.captures(self.graphs.device).before
 
     def begin(self, tokens: Tensor, outputs: Any, size: int) -> CapturedGraph | None:
         """Returns a graph that has repeated the last forward, if steps are captured from the next one on.

@@ -222,12 +222,16 @@ def _on_materialized(func: Function, args: tuple[Any, ...], kwargs: dict[str, An
 
 def repeated(pair: KV, rows: int) -> KV:
     """Returns a copy of a segment's keys and values with one copy for each row."""
-    return tuple(states.repeat_interleave(rows // states.shape[0], dim=0) for states in pair)
+    return tuple(_repeated_states(states, rows) for states in pair)
+
+
+def _repeated_states(states: Tensor, rows: int) -> Tensor:
+    return states.repeat_interleave(rows // states.shape[0], dim=0)
 
 
 def materialized(segments: Iterable[Tensor], rows: int) -> Tensor:
     """Returns segments as one tensor `[rows, kv_heads, length, head_dim]` in memory of its own."""
-    by_row = [one if one.shape[0] == rows else one.repeat_interleave(rows // one.shape[0], 0) for one in segments]
+    by_row = [one if one.shape[0] == rows else _repeated_states(one, rows) for one in segments]
     return torch.cat(by_row, dim=2)
 
 

@@ -301,8 +301,8 @@ class StaticKVCache(Segments):
         """Returns the content, without padding and spare capacity."""
         self._apply_ancestors()
         generated = [cut(pair, 0, self.generated_length) for pair in self.by_layer]
-        content = KVContent(self.rows, self.rows_per_input, self._loaded, generated, self.unmoved)
-        return replace(content, states=self.states.tensors, dropped=self.dropped)
+        states = self.states.tensors
+        return KVContent(self.rows, self.rows_per_input, self._loaded, generated, self.unmoved, states, self.dropped)
 
     def length(self, layer: int) -> int:
         """Returns the number of positions in the layer."""

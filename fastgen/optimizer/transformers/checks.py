@@ -305,10 +305,13 @@ class CallChecks:
 
     @check(report.DRAFTS)
     def window_reasons(self, most: int) -> list[Reason]:
-        """Returns why masks of `most` positions hide the first ones: of a window, whatever the layers of the cache."""
+        """Returns why masks of `most` positions hide the first ones: of a window, whatever the layers of the cache.
+
+        A window of 0 is none: so Qwen's configurations write that no layer slides.
+        """
         text: Any = self.model.config.get_text_config(decoder=True)
         windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
-        crossed = [window for window in windows if isinstance(window, int) and window <= most]
+        crossed = [window for window in windows if isinstance(window, int) and 0 < window <= most]
         return that_hold(("SLIDING_WINDOW", f"a sliding window of {{}} for up to {most} positions", crossed[:1]))
 
     @cached_property

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -38,8 +38,8 @@ class Bounds(NamedTuple):
     """What a step sees of a static cache, in tensors on the device, for kernels on a GPU.
 
     first, last: int64 `[1]`: the mask hides keys of the first segment before `first` and of the last segment after
-    `last`, which kernels may skip. ancestors: int32 `[rows, N]`: the row of the last segment's copy that has the keys
-    and values of each row and position, see `Ancestors`; None if each row has its own.
+    `last`, of all queries, which kernels may skip. ancestors: int32 `[rows, N]`: the row of the last segment's copy
+    that has the keys and values of each row and position, see `Ancestors`; None if each row has its own.
     """
 
     first: Tensor
@@ -182,12 +182,7 @@ def attention_by_products(
     """Computes `shared_attention` with torch's own operations."""
     rows, heads, length, width = query.shape
     if len(keys) > 1 and length > (most := _most_queries(query, keys)):
-        parts = query.split(most, dim=2)
-        masks = [attn_mask] * len(parts)
-        if attn_mask is not None and attn_mask.shape[-2:-1] == (length,):
-            masks = attn_mask.split(most, dim=-2)
-        outputs = (attention_by_products(part, keys, values, mask, scale) for part, mask in zip(parts, masks))
-        return torch.cat(tuple(outputs), dim=2)
+        return in_parts(attention_by_products, query, keys, values, attn_mask, scale, most)
     copies, kv_heads = keys[0].shape[:2]
     if len(keys) > 1:
         scores = query_key_scores(query * scale, keys)
@@ -204,6 +199,23 @@ def attention_by_products(
     if hidden is not None:
         output.masked_fill_(hidden, 0.0)
     return output if len(keys) > 1 else unfold(output, rows // copies, heads)
+
+
+def in_parts(
+    attention: Callable[..., Tensor],
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    attn_mask: Tensor | None,
+    scale: float,
+    most: int,
+) -> Tensor:
+    """Returns the attention of all queries, computed for at most so many of a row at a time."""
+    parts = query.split(most, dim=2)
+    masks = [attn_mask] * len(parts)
+    if attn_mask is not None and attn_mask.shape[-2:-1] == (query.shape[2],):
+        masks = attn_mask.split(most, dim=-2)
+    return torch.cat([attention(part, keys, values, mask, scale) for part, mask in zip(parts, masks)], dim=2)
 
 
 def _most_queries(query: Tensor, keys: Sequence[Tensor]) -> int:

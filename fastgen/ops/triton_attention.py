@@ -23,11 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fastgen.ops.cpu_attention import are_plain
-from fastgen.ops.shared_attention import Bounds
+from fastgen.ops.shared_attention import Bounds, in_parts
 
 DTYPES = (torch.float16, torch.bfloat16)  # fp32 works as well, but torch's products are faster
 LARGEST_WIDTH = 256
 MOST_POSITIONS = 32  # with one segment: with more, torch's attention keeps the GPU busy
+MOST_PARTIAL_BYTES = 1 << 28  # with one chunk per segment
 SHORTEST_CHUNK = 128  # keys per program
 PROGRAMS_PER_MULTIPROCESSOR = 8
 
@@ -92,8 +93,9 @@ def _add_up(
     if not HAS_ANCESTORS:
         k_place += copy.to(tl.int64) * k_copy
         v_place += copy.to(tl.int64) * v_copy
-    one_mask_place = copy * rows_per_copy * mask_row + mask_start
-    mask_place = row * mask_row + head * mask_head + position * mask_position + mask_start
+    one_mask_place = copy.to(tl.int64) * rows_per_copy * mask_row + mask_start
+    mask_place = row.to(tl.int64) * mask_row + head.to(tl.int64) * mask_head + mask_start
+    mask_place += position.to(tl.int64) * mask_position
     largest, total = tl.full((TILE,), -float("inf"), tl.float32), tl.zeros((TILE,), tl.float32)
     result = tl.zeros((TILE, VALUE_WIDTH_2), tl.float32)
     start, end = split * chunk, tl.minimum(split * chunk + chunk, length)
@@ -172,9 +174,15 @@ def attention(
     scale: float,
     bounds: Bounds | None = None,
 ) -> Tensor:
-    """Computes `shared_attention` on the current stream, with one launch per segment and one that merges."""
+    """Computes `shared_attention` on the current stream, with one launch per segment and one that merges.
+
+    Many positions are computed in parts, whose partial results need no more than `MOST_PARTIAL_BYTES`; a step has few.
+    """
     rows, heads, positions, width = query.shape
     kv_heads, value_width = keys[0].shape[1], values[0].shape[3]
+    most = max(MOST_PARTIAL_BYTES // (4 * rows * heads * len(keys) * (value_width + 2)), MOST_POSITIONS)
+    if bounds is None and positions > most:
+        return in_parts(attention, query, keys, values, mask, scale, most)
     width_2, value_width_2 = _padded(width), _padded(value_width)
     queries = [rows // segment.shape[0] * (heads // kv_heads) * positions for segment in keys]
     tiles = [_tile(count, width, query.dtype) for count in queries]

@@ -98,6 +98,17 @@ def test_the_host_waits_for_no_step(monkeypatch, arguments):
     assert len(steps) == 40
 
 
+def test_bounds_of_several_tokens_end_with_the_last():
+    cache = KVCache(2, 1)
+    cache.add_layers([(torch.randn(2, 2, 2, 5, 16).cuda().unbind(),)] * 2, 20)
+    for layer in range(2):
+        cache.append(layer, *torch.randn(2, 2, 2, 1, 16).cuda().unbind())
+    static = StaticKVCache(cache.content().spec(20))
+    static.load(cache.content())
+    static.advance(3)
+    assert [static.read(0, tokens)[0].bounds.last.item() for tokens in (1, 4)] == [4, 7]
+
+
 def test_a_table_of_ancestors_gives_the_rows_of_a_reorder():
     cache = KVCache(2, 2)
     cache.add_layers([(torch.randn(2, 2, 2, 5, 64).half().cuda().unbind(),)] * 3, 20)

@@ -2,6 +2,8 @@
 
 import itertools
 from importlib.util import find_spec
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +25,9 @@ CASES = {
     "groups of 8, several chunks": (2, 16, 2, 1, 64, 64, [(1, 150), (2, 130)], "added"),
     "one key": (4, 4, 4, 1, 16, 16, [(2, 1), (4, 1)], None),
     "width 80": (4, 8, 8, 1, 80, 80, [(1, 200), (4, 40)], "bool"),
+    "three tokens": (2, 2, 2, 3, 16, 16, [(1, 20), (2, 32)], None),
+    "far apart": (10, 1, 1, 1, 16, 16, [(1, 20), (10, 20)], None),
+    "many positions": (4, 2, 2, 70, 16, 16, [(1, 9), (4, 12)], "added"),
 }
 
 
@@ -81,6 +86,56 @@ def compare_ancestors() -> None:
         check_ancestors(triton_attention, dtype, mask, "cpu")
 
 
+def compare_bounds_of_several_tokens() -> None:
+    """A step of three tokens after five reads up to the last of them; the mask hides later ones of each."""
+    from fastgen.ops import triton_attention
+    from fastgen.ops.shared_attention import Bounds
+
+    query, keys, values, _ = case("three tokens", torch.float32)
+    mask = torch.ones(3, 52, dtype=torch.bool)
+    for token in range(3):
+        mask[token, 20 + 5 + token + 1 :] = False
+    expected = attention_by_products(query, keys, values, mask, 0.2)
+    for part in (keys[1], values[1]):
+        part[:, :, 8:] = float("nan")
+    output = triton_attention.attention(query, keys, values, mask, 0.2, Bounds(torch.tensor([0]), torch.tensor([7])))
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+
+
+def compare_far_masks() -> None:
+    """Rows of a mask may be more than 2^31 numbers apart; memory that is not touched takes no space."""
+    from fastgen.ops import triton_attention
+
+    query, keys, values, _ = case("far apart", torch.float32)
+    stride = 1 << 28
+    mask = torch.empty(9 * stride + 40, dtype=torch.bool).as_strided((10, 1, 1, 40), (stride, 40, 40, 1))
+    mask[:] = torch.arange(400).view(10, 1, 1, 40) % 3 > 0
+    expected = attention_by_products(query, keys, values, mask, 0.2)
+    torch.testing.assert_close(
+        triton_attention.attention(query, keys, values, mask, 0.2), expected, atol=1e-5, rtol=1e-5
+    )
+
+
+def compare_parts() -> None:
+    """Partial results of many positions are bounded."""
+    from fastgen.ops import triton_attention
+
+    query, keys, values, mask = case("many positions", torch.float32)
+    expected = attention_by_products(query, keys, values, mask, 0.2)
+    triton_attention.MOST_PARTIAL_BYTES = 1
+    allocated, new_empty = [], Tensor.new_empty
+
+    def noted(tensor: Tensor, sizes: Any, **options: Any) -> Tensor:
+        allocated.append(sizes)
+        return new_empty(tensor, sizes, **options)
+
+    with mock.patch.object(Tensor, "new_empty", noted):
+        output = triton_attention.attention(query, keys, values, mask, 0.2)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+    sums = [sizes[0] for sizes in allocated if isinstance(sizes, tuple) and sizes[1:] == (2, 16)]
+    assert sums == [4 * 2 * positions for positions in (32, 32, 6)]
+
+
 def compare_nan() -> None:
     """Scores that are NaN stay NaN, instead of hiding the row."""
     from fastgen.ops import triton_attention
@@ -110,7 +165,9 @@ def test_grouped_heads_are_as_exact_as_torchs_attention():
 
 
 def test_triton_attention_equals_the_definition():
-    run_functions(__file__, "compare_all", "compare_bounds", "compare_ancestors", "compare_nan", TRITON_INTERPRET="1")
+    compared = "compare_all", "compare_ancestors", "compare_nan", "compare_far_masks", "compare_parts"
+    bounds = "compare_bounds", "compare_bounds_of_several_tokens"
+    run_functions(__file__, *compared, *bounds, TRITON_INTERPRET="1")
 
 
 # dtype, width, queries of a tile, query heads of a key head, mask and whether it is one for all, table of ancestors

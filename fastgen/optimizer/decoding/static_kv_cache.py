@@ -254,7 +254,10 @@ class StaticKVCache(Segments):
 
         tokens: of the step. For several, the library would copy keys for all heads that share them: segments stop it.
         """
-        return in_segments(self.segments(layer), self.rows, self.usage, self.bounds[layer], is_plain=tokens == 1)
+        bounds = self.bounds[layer]
+        if bounds is not None and tokens > 1:
+            bounds = bounds._replace(last=self.write_positions[tokens - 1 : tokens])
+        return in_segments(self.segments(layer), self.rows, self.usage, bounds, is_plain=tokens == 1)
 
     def mask(self) -> Tensor:
         """Returns the mask of self-attention for the next position, bool `[1, 1, 1, …]`, true for visible positions.

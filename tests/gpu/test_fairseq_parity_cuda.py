@@ -40,6 +40,13 @@ def test_hypotheses_of_cuda_graphs_are_those_of_fairseq(name, mode):
     assert report.kernels["decode step, CUDA graph"] > 2
 
 
+def test_hypotheses_under_a_default_device_are_those_of_fairseq():
+    """What belongs to the host must name it under `torch.set_default_device("cuda")`."""
+    case = on_gpu("transformer")
+    with torch.device("cuda"), capturing():
+        assert compare(case, min_len=6, max_len_b=40).report.kernels["decode step, CUDA graph"] > 2
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_fp16_scores_of_the_first_words_agree(name):
     """Rounding may change later words."""

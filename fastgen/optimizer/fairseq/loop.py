@@ -245,8 +245,9 @@ class Loop:
             *(self.attention, self.source_lengths, ended[:, :beams]),
         )
         if self.reads_late:
-            candidates.flags = torch.empty(ended[:, :beams].shape, dtype=torch.bool, pin_memory=True)
-            candidates.flags.copy_(ended[:, :beams], non_blocking=True)
+            flags = ended[:, :beams]
+            candidates.flags = torch.empty(flags.shape, dtype=torch.bool, device="cpu", pin_memory=True)
+            candidates.flags.copy_(flags, non_blocking=True)
             candidates.copied = torch.cuda.Event()
             candidates.copied.record(torch.cuda.current_stream(ended.device))
         return candidates
@@ -348,8 +349,11 @@ def _sorted_sync(hypotheses: list[list[Hypothesis]]) -> list[list[Hypothesis]]:
     """Sorts the hypotheses of each sentence, the best first; reads all scores with one copy."""
     scores = [hypothesis["score"] for sentence in hypotheses for hypothesis in sentence]
     remaining = iter(torch.stack(scores).tolist() if scores else ())
-    orders = [torch.tensor([next(remaining) for _ in sentence]).sort(descending=True)[1] for sentence in hypotheses]
-    return [[sentence[index] for index in order.tolist()] for sentence, order in zip(hypotheses, orders)]
+    ordered = []
+    for sentence in hypotheses:
+        of_sentence = torch.tensor([next(remaining) for _ in sentence], device="cpu")
+        ordered.append([sentence[index] for index in of_sentence.sort(descending=True)[1].tolist()])
+    return ordered
 
 
 def _reordered(states: Tensor, other: Tensor | None, rows: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
@@ -372,7 +376,7 @@ def _flags_sync(candidates: Candidates) -> list[list[bool]]:
 
 def _on_device(values: list[int], device: torch.device) -> Tensor:
     """Copies numbers of the host (int64) to the device, without waiting for it."""
-    numbers: Any = torch.tensor(values, dtype=torch.int64)
+    numbers: Any = torch.tensor(values, dtype=torch.int64, device="cpu")
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 

@@ -436,7 +436,7 @@ class LateStopCheck:
 
     def __init__(self, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
-        self.slots = [torch.zeros((), dtype=torch.bool, pin_memory=is_cuda) for _ in range(2)]
+        self.slots = [torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=is_cuda) for _ in range(2)]
         self.copied = [torch.cuda.Event() for _ in range(2)] if is_cuda else []
 
     def exchange(self, flag: Tensor) -> bool:

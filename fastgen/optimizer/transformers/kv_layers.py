@@ -108,7 +108,7 @@ class KVLayer(DynamicLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         stays = True  # indices on a GPU are trusted, because reading them would wait
         if beam_idx.device.type == "cpu":  # a user's decoding method may move rows between inputs
-            inputs = torch.arange(len(beam_idx), dtype=beam_idx.dtype) // self.kv.rows_per_input
+            inputs = torch.arange(len(beam_idx), dtype=beam_idx.dtype, device="cpu") // self.kv.rows_per_input
             stays = torch.equal(beam_idx // self.kv.rows_per_input, inputs)
         if stays and not self.must_be_dynamic():
             self.kv.reorder(beam_idx, self.index)
@@ -264,7 +264,7 @@ def select_rows_of(layer: Any, rows: Tensor) -> None:
 
 def reorder(cache: Cache, beam_idx: Tensor) -> None:
     """Reorders rows like `cache.reorder_cache`, but with one move for all layers; rows must stay with their inputs."""
-    if beam_idx.device.type == "cpu" and torch.equal(beam_idx, torch.arange(len(beam_idx))):
+    if beam_idx.device.type == "cpu" and torch.equal(beam_idx, torch.arange(len(beam_idx), device="cpu")):
         return
     _move_librarys_rows(cache, beam_idx)
     for kv in adopted_by(cache):

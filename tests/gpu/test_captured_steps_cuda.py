@@ -181,10 +181,42 @@ def test_a_failed_capture_warns_once_and_leaves_no_trace(monkeypatch):
     model = model_of("gpt2")
     with pytest.warns(RuntimeWarning, match="fastgen does not capture the decode steps of a model"):
         assert not replays(model, inputs_on_gpu("gpt2"), **BEAMS)
+    draw()
     torch.cuda.empty_cache()
-    assert not replays(model, inputs_on_gpu("gpt2"), **BEAMS)
+    assert not replays(model, inputs_on_gpu("gpt2"), **SAMPLES)
     monkeypatch.undo()
     assert replays(model_of("llama"), inputs_on_gpu("llama"), **BEAMS)
+
+
+def draw() -> torch.Tensor:
+    return torch.multinomial(torch.ones(1, 5, device="cuda"), 1)
+
+
+def test_other_threads_draw_numbers_during_a_capture(monkeypatch):
+    drawn = []
+
+    class Threaded(graphs.CudaCapture):
+        def capture(self, run, rewind):
+            def with_a_thread():
+                if torch.cuda.is_current_stream_capturing():
+                    with ThreadPoolExecutor(1) as threads:
+                        drawn.append(threads.submit(draw).result())
+                return run()
+
+            return super().capture(with_a_thread, rewind)
+
+    monkeypatch.setattr(captures, "CudaCapture", Threaded)
+    with capturing():
+        model_of("llama").generate(**inputs_on_gpu("llama"), **BEAMS)
+    assert drawn and fastgen.explain().replays
+
+
+@WAYS
+def test_calls_under_a_default_device_are_captured_steps(arguments):
+    """Some models' pages say `torch.set_default_device("cuda")`: what belongs to the host must name it."""
+    model = model_of("llama")
+    with torch.device("cuda"):
+        assert replays(model, inputs_on_gpu("llama"), **arguments, no_repeat_ngram_size=3)
 
 
 class Exhausting(graphs.CudaCapture):

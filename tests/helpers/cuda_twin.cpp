@@ -42,11 +42,13 @@ struct Kernel {
 struct Graph {
   std::vector<Kernel> kernels;
   std::map<void*, c10::Storage> new_memory;  // of the capture
+  bool has_failed = false;                   // CUDA ends such a capture with an error
 };
 
 std::mutex lock;
 std::map<std::string, int64_t> launches, waits;
 bool waiting_is_an_error = false;
+bool generator_is_capturing = false;  // the state of the default generator
 std::map<int64_t, std::shared_ptr<Graph>> graphs;
 thread_local std::shared_ptr<Graph> recording;
 
@@ -54,9 +56,12 @@ const std::set<std::string> NO_LAUNCH = {"empty", "empty_strided", "resize_", "s
 const std::set<std::string> WAITS = {
     "_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_consecutive", "unique_dim",
     "bincount"};
+const std::set<std::string> DRAWS = {
+    "multinomial", "bernoulli_", "exponential_", "normal_", "uniform_", "random_", "native_dropout"};
 const std::set<std::string> TAKES_BOTH = {"copy_", "index", "index_put_", "_index_put_impl_"};
 
 void wait(const std::string& name) {
+  if (recording) recording->has_failed = true;
   TORCH_CHECK(!recording, "CUDA error: operation not permitted when stream is capturing (", name, ")");
   TORCH_CHECK(!waiting_is_an_error, "called a synchronizing CUDA operation (", name, ")");
   std::lock_guard<std::mutex> held(lock);
@@ -171,6 +176,8 @@ void count(const std::string& name, const c10::FunctionSchema& schema, const Sta
     if (!arguments[2].toBool()) wait(arguments[0].toTensor().is_cuda() ? "copy to the device" : "copy to the host");
   } else if (WAITS.count(name)) {
     wait(name);
+  } else if (name == "_grouped_mm" && arguments[0].toTensor().scalar_type() != at::kBFloat16) {
+    wait(name);
   } else if (name == "repeat_interleave" && arguments.back().isNone()) {
     wait(name);
   } else if (TAKES_BOTH.count(name) && name != "copy_") {
@@ -180,6 +187,9 @@ void count(const std::string& name, const c10::FunctionSchema& schema, const Sta
       if ((is_mask && !fills) || !index.is_cuda()) wait(name);
     }
   }
+  TORCH_CHECK(
+      !DRAWS.count(name) || generator_is_capturing == bool(recording),
+      "Offset increment outside graph capture encountered unexpectedly (", name, ")");
   if (NO_LAUNCH.count(name) || is_view(schema)) return;
   std::lock_guard<std::mutex> held(lock);
   ++launches[name];
@@ -204,6 +214,8 @@ Stack on_host(const OperatorHandle& operation, const std::string& name, const St
     for (const Tensor& tensor : tensors_of(arguments[i])) has_foreign |= !tensor.is_cuda() && tensor.dim() > 0;
     auto value = changed(arguments[i], [&](const Tensor& tensor) { return swap.to_host(tensor); });
     bool is_device = operation.schema().arguments()[i].name() == "device";
+    bool is_pinned = operation.schema().arguments()[i].name() == "pin_memory" && value.isBool() && value.toBool();
+    TORCH_CHECK(!is_pinned, "Only dense CPU tensors can be pinned");
     host.push_back(is_device ? IValue(c10::Device(c10::kCPU)) : value);
   }
   TORCH_CHECK(
@@ -308,10 +320,19 @@ void twin_begin_capture() { recording = std::make_shared<Graph>(); }
 
 int twin_is_capturing() { return recording != nullptr; }
 
-void twin_end_capture(int64_t number) {
+// Returns whether the capture had no error.
+int twin_end_capture(int64_t number) {
   std::lock_guard<std::mutex> held(lock);
+  bool has_failed = !recording || recording->has_failed;
   graphs[number] = std::move(recording);
+  return !has_failed;
 }
+
+void twin_fail_capture() {
+  if (recording) recording->has_failed = true;
+}
+
+void twin_mark_generator(int is_capturing) { generator_is_capturing = is_capturing; }
 
 void twin_replay(int64_t number) {
   std::shared_ptr<Graph> graph;

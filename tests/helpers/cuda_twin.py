@@ -22,7 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -131,6 +131,7 @@ def _copying(deepcopy: Callable[[Any, dict], Any]) -> Callable[[Any, dict], Any]
 def synchronize(device: Any = None) -> None:
     """Waits for the device, as far as counts and captures are concerned."""
     if _library.twin_is_capturing():
+        _library.twin_fail_capture()
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing (synchronize)")
 
 
@@ -165,11 +166,42 @@ class Event:
         return (end.seconds - self.seconds) * 1e3
 
 
+class Generator:
+    """A generator of random numbers, whose state is marked during a capture that has begun with it.
+
+    Outside of the capture a marked state cannot be drawn from. The numbers are those of torch's generator for a CPU.
+    """
+
+    def __init__(self, state: SimpleNamespace | None = None) -> None:
+        self._state = state or SimpleNamespace(is_capturing=False)
+        self.get_state, self.set_state = torch.default_generator.get_state, torch.default_generator.set_state
+
+    def clone_state(self) -> Generator:
+        """Returns a generator with a state of its own."""
+        return Generator()
+
+    def graphsafe_get_state(self) -> Generator:
+        """Returns a generator with the same state."""
+        return Generator(self._state)
+
+    def graphsafe_set_state(self, other: Generator) -> None:
+        """Takes over the state of another generator."""
+        self._state = other._state
+        _library.twin_mark_generator(self._state.is_capturing)
+
+    def mark(self, is_capturing: bool) -> SimpleNamespace:
+        """Marks the state, and returns it."""
+        self._state.is_capturing = is_capturing
+        _library.twin_mark_generator(is_capturing)
+        return self._state
+
+
 class CUDAGraph:
     """A graph, whose kernels are called in turn."""
 
     def __init__(self) -> None:
         self._number = ctypes.c_int64(next(_numbers))
+        self._random: Any = None
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         if pool in _pools and not _pools[pool]:
@@ -178,11 +210,18 @@ class CUDAGraph:
             raise RuntimeError("CUDA error: a capture begins on the default stream, or during another capture")
         if pool is not None:
             _pools.setdefault(pool, WeakSet()).add(self)
+        self._random = _generator.mark(True)
         _library.twin_begin_capture()
 
     def capture_end(self) -> None:
-        _library.twin_end_capture(self._number)
-        _capturing.release()
+        """Ends the capture; after an error in it torch raises before it takes back the mark of the random state."""
+        is_right = _library.twin_end_capture(self._number)
+        with suppress(RuntimeError):  # released
+            _capturing.release()
+        if not is_right:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        self._random.is_capturing = False
+        _generator.graphsafe_set_state(_generator)
 
     def replay(self) -> None:
         _library.twin_replay(self._number)
@@ -194,6 +233,7 @@ class CUDAGraph:
 _numbers = itertools.count(1)  # of streams, graphs and pools
 _capturing = threading.Lock()  # held during a capture
 _pools: dict[Any, WeakSet[CUDAGraph]] = {}  # the graphs of each handle that captures have used
+_generator = Generator()
 _default_stream = Stream()
 _default_stream.cuda_stream = 0
 _current = threading.local()
@@ -228,7 +268,7 @@ def _attributes() -> dict[str, Any]:
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: "twin of a GPU",
         "mem_get_info": lambda device=None: (1 << 36, 1 << 36),
-        "default_generators": (generator,),
+        "default_generators": (_generator,),
         "get_rng_state": lambda device=None: generator.get_state(),
         "set_rng_state": lambda state, device=None: generator.set_state(state),
         "get_rng_state_all": lambda: [generator.get_state()],

@@ -86,15 +86,14 @@ class CudaCapture:
             gc.disable()  # if the collector destroyed another graph, for example, the capture would end
             try:
                 with torch.cuda.stream(self.stream):
-                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                    self._begin(graph)
                     try:  # the warm-up may wait: the library reads some masks if no stream is capturing
                         with no_waiting() as watched:
                             output = run()
+                        graph.capture_end()
                     except BaseException:
-                        with suppress(RuntimeError):  # the capture was interrupted
-                            graph.capture_end()
+                        self._abandon(graph)
                         raise
-                    graph.capture_end()
             finally:
                 if was_collecting:
                     gc.enable()
@@ -107,6 +106,27 @@ class CudaCapture:
 
         # Only states of an encoder are large; a mask or token could be given to a kernel that is no operation of torch.
         return first, replay, 0, lambda tensor: not tensor.is_floating_point() or watched.has_read(tensor)
+
+    def _begin(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Begins a capture with a copy of the default generator's state.
+
+        torch marks the state as capturing: draws of other threads would raise an error meanwhile, and all later draws
+        if CUDA ended the capture with an error, after which torch leaves the mark. A captured step draws nothing.
+        """
+        generator = torch.cuda.default_generators[self.device.index or 0]
+        state = generator.graphsafe_get_state()
+        generator.graphsafe_set_state(generator.clone_state())
+        try:
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        finally:
+            generator.graphsafe_set_state(state)
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Ends a capture after an error, in which torch before 2.12 leaves its allocator capturing (pytorch#180395)."""
+        with suppress(RuntimeError):
+            graph.capture_end()
+        with suppress(RuntimeError, AttributeError):  # it has ended
+            torch._C._cuda_endAllocateToPool(self.device.index or 0, self._pool)
 
 
 _capture_lock = threading.Lock()  # torch allows one capture at a time in a process

@@ -106,7 +106,7 @@ class NoWaiting(Tracer):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Arguments = (), kwargs: Options = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.data_dependent_output in func.tags or _has_any_size(func, args):
+        if torch.Tag.data_dependent_output in func.tags or _has_any_size(func, args) or _loops_on_host(func, args):
             raise NotRepeatable(f"{func} makes the host wait for the device")
         copies = func.overloadpacket in _COPIES
         tensors = _tensors((args, kwargs))
@@ -171,6 +171,19 @@ def _has_any_size(operation: torch._ops.OpOverload, args: Arguments) -> bool:
     if operation is torch.ops.aten.index.Tensor:
         return any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1]))
     return torch.Tag.dynamic_output_shape in operation.tags
+
+
+def _loops_on_host(operation: torch._ops.OpOverload, args: Arguments) -> bool:
+    """Whether it is a product of groups, as in mixtures of experts, that reads their sizes on the host.
+
+    torch has a kernel for bfloat16 on GPUs of the compute capabilities 9 and 10 only (pytorch#169970).
+    """
+    name = operation._schema.name
+    if name != "aten::_grouped_mm":
+        return bool(name == "transformers::grouped_mm_fallback")
+    operands = _tensors(args[:2])
+    is_bfloat16 = all(operand.dtype == torch.bfloat16 for operand in operands)
+    return not is_bfloat16 or torch.cuda.get_device_capability(operands[0].device)[0] not in (9, 10)
 
 
 def _is_storage(tensor: Tensor) -> bool:

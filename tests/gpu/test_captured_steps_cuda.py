@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from auto_models import auto_model
 from hooks import broken
 from parity import run_both
 from reports import capturing
@@ -148,6 +149,14 @@ WAITING = {
     "torch.__getitem__ copies between": lambda: torch.ones(2, 3, device="cuda")[..., [-2]],
     "torch.__setitem__ copies between": lambda: torch.ones(3, device="cuda").__setitem__([-2], 0.0),
 }
+
+
+def test_beams_of_a_mixture_of_experts_are_not_captured_in_fp32():
+    """The library's products of groups read the groups' sizes on the host; samples are computed by other ones."""
+    model = auto_model("MixtralForCausalLM").cuda()
+    assert replays(model, inputs_on_gpu("llama"), **SAMPLES)
+    assert not replays(model, inputs_on_gpu("llama"), **BEAMS)
+    assert "grouped_mm" in str(fastgen.explain())
 
 
 class Failing(graphs.CudaCapture):

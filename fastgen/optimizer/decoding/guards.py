@@ -40,10 +40,11 @@ GLOBAL_HOOKS: dict[str, dict[int, Any]] = {
     "torch's global forward hooks": torch_module._global_forward_hooks,
 }
 
-# Methods that run outside a forward, or call it as a whole: programs and libraries wrap these.
+# What runs outside a forward, or calls it as a whole: programs and libraries wrap it. torch itself replaces manual_seed
+# once its compiler is imported, which may be during the first call.
 OUTSIDE = frozenset({
-    "__init__", "__init_subclass__", "__repr__", "from_pretrained", "generate", "load_state_dict", "push_to_hub",
-    "save_pretrained", "state_dict",
+    "__init__", "__init_subclass__", "__repr__", "from_pretrained", "generate", "load_state_dict", "manual_seed",
+    "push_to_hub", "save_pretrained", "state_dict",
 })  # fmt: skip
 
 # Prefixes of attributes on which no output depends. The first two say how hooks are called.

@@ -7,7 +7,8 @@ pytest.importorskip("fairseq")
 
 from fairseq.utils import move_to_cuda
 from fairseq_generation import compare, generate, run_both
-from fairseq_models import CASES, Case
+from fairseq_models import CASES, Case, build, source_sample, translation_task
+from hooks import watched
 from reports import capturing
 from versions import needs_gpu
 
@@ -15,6 +16,7 @@ pytestmark = needs_gpu
 
 # The largest difference of scores that rounding of fp16 explains in models of two layers.
 HALF_TOLERANCE = 0.05
+LENGTHS_OF_32 = [4 + index * 7 % 20 for index in range(32)]
 MODES = {"beams": {}, "one beam": {"beam": 1}, "samples": {"sampling": True, "sampling_topk": 9}}
 
 
@@ -45,6 +47,22 @@ def test_hypotheses_under_a_default_device_are_those_of_fairseq():
     case = on_gpu("transformer")
     with torch.device("cuda"), capturing():
         assert compare(case, min_len=6, max_len_b=40).report.kernels["decode step, CUDA graph"] > 2
+
+
+def test_finished_sentences_leave_a_captured_batch_in_halves():
+    """The second call captures nothing, and no call copies more keys than two whole caches have."""
+    task = translation_task()
+    case = Case([build("transformer", task, 53, 5.0).cuda()], task, move_to_cuda(source_sample(task, LENGTHS_OF_32)))
+    options = {"beam": 4, "max_len_b": 30}
+    with capturing(smallest_capacity=64), watched("fill a static cache") as fills, watched("capture a step") as captures:
+        ends = {max(len(each["tokens"]) for each in beams) for beams in compare(case, **options).fast}
+        assert len(ends) > 8
+        rows = [fill.args[0].rows for fill in fills]
+        assert rows[0] == 128 and len(rows) > 2 and all(count.bit_count() == 1 for count in rows)
+        assert sum(rows) <= 2 * 128 and len(captures) <= len(rows)
+        captures.clear()
+        assert compare(case, **options).report.replays > 20
+        assert not captures
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -108,7 +109,7 @@ class Candidates:
 
     scores, tokens, rows, ended: `[B, C]`; ended: whether a candidate ends its sentence. written, sums: tokens and
     scores of the rows before the candidates. flags: `ended` of the first M candidates, on the host after the event
-    `copied` if it is set. remaining: the indices of sentences whose flags are read, None for all.
+    `copied` if it is set. unfinished: the indices of the sentences whose candidates count.
     """
 
     step: int
@@ -122,13 +123,15 @@ class Candidates:
     source_lengths: Tensor
     flags: Tensor
     copied: Any = None
-    remaining: list[int] | None = None
+    unfinished: Sequence[int] = ()
 
-    def without(self, finished: list[int], num_beams: int) -> Candidates:
+    def of_unfinished(self, num_beams: int) -> Candidates:
         """Returns the candidates of the unfinished sentences, with rows numbered without the finished ones."""
-        remaining = [index for index in range(len(self.ended)) if index not in finished]
-        index = _on_device(remaining, self.ended.device)
-        shift = (index - torch.arange(len(remaining), device=index.device)) * num_beams
+        count = len(self.unfinished)
+        if count == len(self.ended):
+            return self
+        index = _on_device(self.unfinished, self.ended.device)
+        shift = (index - torch.arange(count, device=index.device)) * num_beams
         rows = (index[:, None] * num_beams + torch.arange(num_beams, device=index.device)).view(-1)
         return replace(
             self,
@@ -140,12 +143,12 @@ class Candidates:
             sums=self.sums.index_select(0, rows),
             attention=None if self.attention is None else self.attention.reordered(rows),
             source_lengths=self.source_lengths.index_select(0, index),
-            remaining=remaining,
+            unfinished=range(count),
         )
 
 
 class Loop:
-    """One call of `SequenceGenerator._generate`: B unfinished sentences with M rows (beams) each.
+    """One call of `SequenceGenerator._generate`: a batch of B sentences with M rows (beams) each.
 
     The rows of a sentence are adjacent. A step proposes C candidates for each sentence, the best first, and M of them
     continue. C is 2M, because a candidate may end its sentence, so that M remain in any case.
@@ -154,7 +157,8 @@ class Loop:
     `[rows, max_len + 1]`. ignored: which of the first M candidates no longer count, because the sentence has collected
     so many hypotheses, or because no candidate was left for this place, `[B, M]`. ids: numbers of the sentences in the
     data set. source_lengths: `[B]`. prefixes: tokens that outputs must begin with, `[B, …]`. prompt: the columns of the
-    prefixes whose keys are in the states of `step`, if any. hypotheses, finished: for all sentences of the batch.
+    prefixes whose keys are in the states of `step`, if any. hypotheses, finished: for all sentences of the call.
+    unfinished: the indices in the batch of the unfinished sentences; the others are about to leave it.
     """
 
     def __init__(
@@ -181,6 +185,7 @@ class Loop:
         self.other_tokens = self.other_scores = None  # buffers of the step before, if the end is read late
         self.hypotheses: list[list[Hypothesis]] = [[] for _ in range(inputs)]
         self.finished = [False] * inputs
+        self.unfinished = [*range(inputs)]
         is_own = self.is_beam_search and comes_with(generator.is_finished, SequenceGenerator)
         self.reads_late = device.type == "cuda" and is_own
         suppressed = generator.token_indices_to_suppress
@@ -191,16 +196,17 @@ class Loop:
             late: Candidates | None = None
             for step in range(self.skip_prompt(), self.max_len + 1):  # one more for the end of the sentence
                 proposed = self.propose(step)
-                finished = [] if late is None else self.collect(late)
-                candidates = proposed.without(finished, self.num_beams) if finished else proposed
-                late = candidates if self.reads_late and step < self.max_len else None
+                if late is not None:
+                    self.collect(late)
+                proposed.unfinished = self.unfinished
+                late = proposed if self.reads_late and step < self.max_len else None
                 if late is None and not all(self.finished):
-                    finished = self.collect(candidates)
+                    self.collect(proposed)
                 if all(self.finished) or (self.generator.search.stop_on_max_len and step >= self.max_len):
                     break
                 if step >= self.max_len:
                     raise AssertionError(f"sentences without an end at step {step}, the last (max_len {self.max_len})")
-                self.advance(proposed, finished)
+                self.advance(proposed)
         return _sorted_sync(self.hypotheses)
 
     @property
@@ -287,16 +293,21 @@ class Loop:
             log_probs.index_fill_(1, self.suppressed, -torch.inf)
         return log_probs
 
-    def collect(self, candidates: Candidates) -> list[int]:
-        """Adds hypotheses that end, and returns the batch index of each sentence that they finish."""
+    def collect(self, candidates: Candidates) -> None:
+        """Adds hypotheses that end; the sentences that they finish are no longer unfinished."""
         flags = _flags_sync(candidates)
         count = candidates.scores.shape[1]
-        places = [(index, place) for index, ends in enumerate(flags) for place in range(len(ends)) if ends[place]]
-        chosen = [index * count + place for index, place in places]
+        chosen = [
+            number * count + candidate
+            for number, ends in enumerate(flags)
+            for candidate, is_end in enumerate(ends)
+            if is_end
+        ]
         if not chosen:
-            return []
+            return
+        candidates = candidates.of_unfinished(self.num_beams)
         index = _on_device(chosen, candidates.scores.device)
-        return self.generator.finalize_hypos(
+        finished = self.generator.finalize_hypos(
             candidates.step,
             candidates.rows.flatten().index_select(0, index),
             candidates.scores.flatten().index_select(0, index),
@@ -309,15 +320,34 @@ class Loop:
             candidates.source_lengths,
             self.max_len,
         )
+        # Sentences may have left the batch since the step of these candidates, but in the same order.
+        self.unfinished = [index for number, index in enumerate(self.unfinished) if number not in finished]
 
-    def advance(self, proposed: Candidates, finished: list[int]) -> None:
+    def remaining(self) -> list[int] | None:
+        """Returns the indices of the sentences that stay in the batch; None if all do.
+
+        Finished ones leave at once. If steps may be captured on a GPU, whose graphs have a number of rows each, they
+        leave once half of the sentences are finished, and a power of two stays, so that other calls have such graphs.
+        """
+        unfinished, sentences = self.unfinished, len(self.ignored)
+        if len(unfinished) == sentences:
+            return None
+        if not self.reads_late or self.step.captures is None:
+            return unfinished
+        if 2 * len(unfinished) > sentences:
+            return None
+        finished = sorted({*range(sentences)}.difference(unfinished))
+        count = 1 << (len(unfinished) - 1).bit_length()
+        return sorted(unfinished + finished[: count - len(unfinished)])
+
+    def advance(self, proposed: Candidates) -> None:
         """Drops finished sentences, and continues with the best candidates that do not end."""
         search = self.generator.search
         batch_index = None
         step = proposed.step
         scores, tokens, rows, ended = proposed.scores, proposed.tokens, proposed.rows, proposed.ended
-        if finished:
-            remaining = [row for row in range(len(self.ignored)) if row not in finished]
+        if (remaining := self.remaining()) is not None:
+            self.unfinished = [number for number, index in enumerate(remaining) if index in self.unfinished]
             batch_index = _on_device(remaining, scores.device)
             search.prune_sentences(batch_index)
             scores, tokens, rows, ended, self.ignored, self.source_lengths = (
@@ -371,10 +401,10 @@ def _flags_sync(candidates: Candidates) -> list[list[bool]]:
     if candidates.copied is not None:
         candidates.copied.synchronize()
     flags = candidates.flags.tolist()
-    return flags if candidates.remaining is None else [flags[index] for index in candidates.remaining]
+    return [flags[index] for index in candidates.unfinished]
 
 
-def _on_device(values: list[int], device: torch.device) -> Tensor:
+def _on_device(values: Sequence[int], device: torch.device) -> Tensor:
     """Copies numbers of the host (int64) to the device, without waiting for it."""
     numbers: Any = torch.tensor(values, dtype=torch.int64, device="cpu")
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)

@@ -6,14 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from auto_models import auto_model
-from hooks import broken
+from hooks import broken, watched
 from parity import run_both
 from reports import capturing
 from tiny_models import inputs_of, tiny
 from versions import needs_gpu
 
 import fastgen
-from fastgen.optimizer.decoding import captures, graphs
+from fastgen.optimizer.decoding import graph_cache, graphs
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.static_kv_cache import StaticKVCache
 from fastgen.optimizer.transformers.decode_step import LateStopCheck
@@ -99,6 +99,17 @@ def test_the_host_waits_for_no_step(monkeypatch, arguments):
     assert len(steps) == 40
 
 
+def test_a_long_call_with_ancestors_captures_once():
+    """If the kernel of steps reads no spare capacity, the first cache has room for all tokens, and is kept."""
+    model = model_of("llama")
+    inputs = inputs_on_gpu("llama")
+    more = {"do_sample": True, "num_return_sequences": 3, "min_new_tokens": 300, "max_new_tokens": 300}
+    for captured in (1, 0):
+        with watched("capture a step") as captures, configured(share="always"):
+            assert replays(model, inputs, **more) > 250
+        assert len(captures) == captured
+
+
 def test_bounds_of_several_tokens_end_with_the_last():
     cache = KVCache(2, 1)
     cache.add_layers([(torch.randn(2, 2, 2, 5, 16).cuda().unbind(),)] * 2, 20)
@@ -177,7 +188,7 @@ def test_a_forward_that_waits_is_not_captured(monkeypatch, why):
         def capture(self, run, rewind):
             return super().capture(lambda: (run(), WAITING[why]())[0], rewind)
 
-    monkeypatch.setattr(captures, "CudaCapture", Waiting)
+    monkeypatch.setattr(graph_cache, "CudaCapture", Waiting)
     model = model_of("gpt2")
     for _ in range(2):
         assert not replays(model, inputs_on_gpu("gpt2"), **BEAMS)
@@ -186,7 +197,7 @@ def test_a_forward_that_waits_is_not_captured(monkeypatch, why):
 
 
 def test_a_failed_capture_warns_once_and_leaves_no_trace(monkeypatch):
-    monkeypatch.setattr(captures, "CudaCapture", Failing)
+    monkeypatch.setattr(graph_cache, "CudaCapture", Failing)
     model = model_of("gpt2")
     with pytest.warns(RuntimeWarning, match="fastgen does not capture the decode steps of a model"):
         assert not replays(model, inputs_on_gpu("gpt2"), **BEAMS)
@@ -214,7 +225,7 @@ def test_other_threads_draw_numbers_during_a_capture(monkeypatch):
 
             return super().capture(with_a_thread, rewind)
 
-    monkeypatch.setattr(captures, "CudaCapture", Threaded)
+    monkeypatch.setattr(graph_cache, "CudaCapture", Threaded)
     with capturing():
         model_of("llama").generate(**inputs_on_gpu("llama"), **BEAMS)
     assert drawn and fastgen.explain().replays
@@ -241,7 +252,7 @@ class Exhausting(graphs.CudaCapture):
 
 
 def test_a_capture_that_exhausts_the_allocator_leaves_no_trace(monkeypatch):
-    monkeypatch.setattr(captures, "CudaCapture", Exhausting)
+    monkeypatch.setattr(graph_cache, "CudaCapture", Exhausting)
     model = model_of("gpt2")
     assert not replays(model, inputs_on_gpu("gpt2"), **BEAMS)
     assert "OUT_OF_MEMORY" in fastgen.explain().codes()
@@ -263,11 +274,11 @@ def test_captured_steps_without_memory_become_eager(part, arguments):
 
 
 def test_steps_with_more_keys_than_are_kept_are_captured_steps(monkeypatch):
-    monkeypatch.setitem(captures.MOST_BYTES, "cuda", 1 << 10)
-    model = model_of("llama")
+    monkeypatch.setitem(graph_cache.MOST_BYTES, "cuda", 1 << 10)
+    model = model_of("llama").train()  # otherwise more is kept if it is free
     for _ in range(2):
         assert replays(model, inputs_on_gpu("llama"), **BEAMS)
-        assert not captures._graph_caches[model].entries
+        assert not graph_cache._graph_caches[model].entries
 
 
 @pytest.mark.parametrize("missing, unused", [(0, 0), (1, 0), (1, 1)])
@@ -292,7 +303,7 @@ def test_captured_steps_accept_the_newer_switch_for_tf32(monkeypatch):
     assert replays(model, inputs_on_gpu("llama"), **BEAMS)
     monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
     model.generate(**inputs_on_gpu("llama"), **BEAMS)
-    assert fastgen.explain().replays and len(captures._graph_caches[model].entries) > 1
+    assert fastgen.explain().replays and len(graph_cache._graph_caches[model].entries) > 1
     monkeypatch.undo()
     assert replays(model, inputs_on_gpu("llama"), **BEAMS)
 
@@ -321,7 +332,7 @@ def test_a_graph_outlives_another_of_its_stream():
         {key: value.repeat(3, 1) for key, value in inputs_on_gpu("llama", 2).items()},
     )
     assert replays(model, short, **BEAMS) and replays(model, long, **BEAMS)
-    captures._graph_caches[model].entries.popitem(last=False)
+    graph_cache._graph_caches[model].entries.popitem(last=False)
     gc.collect()
     torch.cuda.empty_cache()
     blocks = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
@@ -335,13 +346,13 @@ def test_the_graphs_of_a_model_share_one_pool(monkeypatch):
     model = model_of("llama")
     for arguments in (BEAMS, GREEDY):
         assert replays(model, inputs_on_gpu("llama"), **arguments)
-    assert len(captures._graph_caches[model].entries) > 1 and len(handles) == 1
+    assert len(graph_cache._graph_caches[model].entries) > 1 and len(handles) == 1
 
 
 def test_a_pool_without_graphs_is_created_anew():
     model = model_of("llama")
     assert replays(model, inputs_on_gpu("llama"), **BEAMS)
-    captures._graph_caches[model].entries.clear()
+    graph_cache._graph_caches[model].entries.clear()
     gc.collect()
     torch.cuda.empty_cache()
     assert replays(model, inputs_on_gpu("llama"), **BEAMS)
@@ -351,11 +362,11 @@ def test_four_models_capture_in_four_threads():
     models = [model_of("llama") for _ in range(4)]
     expected = models[0].generate(**inputs_on_gpu("llama"), **BEAMS)
     for model in models:
-        captures._graph_caches.pop(model, None)
+        graph_cache._graph_caches.pop(model, None)
     with ThreadPoolExecutor(4) as threads:
         results = list(threads.map(lambda model: model.generate(**inputs_on_gpu("llama"), **BEAMS), models))
     assert all(torch.equal(tokens, expected) for tokens in results)
-    assert not any(captures._graph_caches[model].refused for model in models)
+    assert not any(graph_cache._graph_caches[model].refused for model in models)
 
 
 def test_steps_in_inference_mode_are_cuda_graphs():
@@ -371,7 +382,7 @@ def test_a_replay_copies_no_states_of_the_encoder():
     with torch.inference_mode():
         for seed in range(3):
             assert replays(model, inputs_on_gpu("bart", seed), **BEAMS)
-    for graph in captures._graph_caches[model].entries.values():
+    for graph in graph_cache._graph_caches[model].entries.values():
         assert any(buffer.shape[-1] == model.config.d_model for buffer in graph._replay._unread.values())
 
 
@@ -397,8 +408,8 @@ def test_cuda_graphs_serve_threads_on_one_model_and_on_two():
 
 
 def test_no_more_cuda_graphs_are_kept_than_allowed(monkeypatch):
-    monkeypatch.setattr(captures, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(graph_cache, "MOST_GRAPHS", 2)
     model = model_of("gpt2")
     for max_new_tokens in range(10, 100, 10):
         model.generate(**inputs_on_gpu("gpt2"), **{**BEAMS, "max_new_tokens": max_new_tokens})
-        assert len(captures._graph_caches[model].entries) <= 2
+        assert len(graph_cache._graph_caches[model].entries) <= 2

@@ -54,7 +54,8 @@ def test_finished_sentences_leave_a_captured_batch_in_halves():
     task = translation_task()
     case = Case([build("transformer", task, 53, 5.0).cuda()], task, move_to_cuda(source_sample(task, LENGTHS_OF_32)))
     options = {"beam": 4, "max_len_b": 30}
-    with capturing(smallest_capacity=64), watched("fill a static cache") as fills, watched("capture a step") as captures:
+    filling, capture = watched("fill a static cache"), watched("capture a step")
+    with capturing(smallest_capacity=64), filling as fills, capture as captures:
         ends = {max(len(each["tokens"]) for each in beams) for beams in compare(case, **options).fast}
         assert len(ends) > 8
         rows = [fill.args[0].rows for fill in fills]

@@ -22,7 +22,7 @@ from reports import capturing
 from tiny_models import tiny
 
 import fastgen
-from fastgen.optimizer.decoding import captures
+from fastgen.optimizer.decoding import graph_cache
 from fastgen.testing import configured
 
 SHORT, LONG = 40, 60
@@ -46,7 +46,7 @@ def steps_with(cuda_graphs: str, share: str = "auto") -> Iterator[None]:
 @contextmanager
 def attending_in_one_kernel() -> Iterator[None]:
     """Captures steps anew, with one kernel in the place of fastgen's attention in Triton."""
-    captures._graph_caches.clear()
+    graph_cache._graph_caches.clear()
     cuda_twin.attend_in_one_kernel(True)
     try:
         with steps_with("on"):

@@ -90,7 +90,7 @@ PARTS = {
 # Bounds that tests lower, so that small inputs reach them.
 LIMITS = {
     "smallest_capacity": f"{_DECODING}.static_kv_cache:SMALLEST_CAPACITY",
-    "most_graphs": f"{_DECODING}.captures:MOST_GRAPHS",
+    "most_graphs": f"{_DECODING}.graph_cache:MOST_GRAPHS",
     "beams_of_part": "fastgen.ops.beams:PART",
     "min_elements_of_thread": "fastgen.ops.rms_norm:MIN_ELEMENTS_OF_THREAD",
     "min_elements_of_norm": "fastgen.ops.layer_norm:MIN_ELEMENTS_OF_THREAD",
@@ -166,17 +166,17 @@ def without(name: str) -> Iterator[None]:
 
 def captured_graphs(model: Any) -> dict[Any, Any]:
     """Returns a model's captured steps between two calls, by key, the latest last."""
-    from fastgen.optimizer.decoding import captures
+    from fastgen.optimizer.decoding import graph_cache
 
-    cache = captures._graph_caches.get(model)
+    cache = graph_cache._graph_caches.get(model)
     return {} if cache is None else dict(cache.entries)
 
 
 def holds_graphs(model: Any) -> bool:
     """Whether a call holds the captured steps of a model, so that no other call may use them."""
-    from fastgen.optimizer.decoding import captures
+    from fastgen.optimizer.decoding import graph_cache
 
-    return captures._graph_caches[model].in_use.locked()
+    return graph_cache._graph_caches[model].in_use.locked()
 
 
 def proven() -> set[object]:

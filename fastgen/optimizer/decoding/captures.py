@@ -15,117 +15,34 @@ tests/optimizer/transformers/test_repeatable.py
 from __future__ import annotations
 
 import math
-import os
-import threading
-from collections import Counter, OrderedDict
 from collections.abc import Hashable
-from operator import attrgetter
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastgen.config import CONFIG
+from fastgen.ops.shared_attention import can_follow_ancestors
 from fastgen.ops.tracing import NotRepeatable, is_transformed, is_watched
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.cost_model import CostModel, ModelSize, first_weight, size_of
+from fastgen.optimizer.decoding.graph_cache import GraphCache, graphs_of
 from fastgen.optimizer.decoding.graphs import (
     EXPECTED,
     CapturedGraph,
-    CpuCapture,
-    CudaCapture,
     GraphState,
     differs_sync,
     reason_of,
-    torch_settings,
 )
 from fastgen.optimizer.decoding.report import MODES, STEPS, LeaveAlone, Reason, check, leave_alone_for, that_hold
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 from fastgen.patching import warn
 from fastgen.reasons import counted
 
-# The most graphs of one model between two calls, and the most bytes of all together: less on a CPU, whose memory
-# programs need for themselves.
-MOST_GRAPHS = 16
-MOST_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
-
-
-_nbytes = attrgetter("nbytes")
-
 
 class CannotPad(Exception):
     """No mask among the inputs can hide the padding of a cache."""
-
-
-class GraphCache:
-    """The captured steps of one model in one dtype on one device; the least recently used is dropped first.
-
-    It decides nothing. A call that holds `in_use` takes graphs out of `entries` and puts them back, so that calls with
-    the same shapes take turns. refused: why no more graphs are captured. has_exact_lengths: whether prompts
-    are never padded to a common length: on a CPU in half precision, masked padding could change which of two close
-    logits is larger. steps_without: for each number of rows, the steps of earlier calls that had too few for a graph.
-    """
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device = device
-        self.dtype = dtype
-        self.most_bytes = MOST_BYTES[device.type]
-        self.capture = CudaCapture(device) if device.type == "cuda" else CpuCapture()
-        self.in_use = threading.Lock()
-        self.refused: list[Reason] = []
-        self.has_exact_lengths = device.type == "cpu" and dtype not in (torch.float32, torch.float64)
-        self.steps_without: Counter[int] = Counter()
-        self.entries: OrderedDict[Hashable, CapturedGraph] = OrderedDict()  # the latest last
-        self._state: Any = None
-
-    def set_state(self, state: Any) -> None:
-        """Drops graphs that were captured in another state of the model."""
-        if state is not self._state:
-            self.entries.clear()
-            self._state = state
-
-    def key_of(self, content: KVContent, most: int, exact_lengths: bool, variant: Hashable) -> tuple[Any, ...]:
-        """Returns the key of a step with `most` positions per row; its last item is the spec of the cache."""
-        return variant, torch_settings(), content.spec(most, exact_lengths or self.has_exact_lengths)
-
-    @property
-    def most_bytes_of_call(self) -> int:
-        """The most bytes of a static cache: half of the free memory, because filling it copies the content."""
-        return int(free_memory(self.device)) // 2 if self.device.type == "cuda" else self.most_bytes
-
-    def put(self, key: Hashable, graph: CapturedGraph) -> None:
-        """Stores a graph for other calls; drops the least recently used ones if there are too many."""
-        if graph.is_captured and graph.nbytes <= self.most_bytes:
-            graph.end_call()
-            self.entries[key] = graph
-        while len(self.entries) > MOST_GRAPHS or sum(map(_nbytes, self.entries.values())) > self.most_bytes:
-            self.entries.popitem(last=False)
-
-
-def free_memory(device: torch.device) -> float:
-    """Returns the free bytes of a device, with those that torch keeps unused; infinity if the system does not tell."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return float(torch.cuda.mem_get_info(device)[0] + unused)
-    try:
-        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (AttributeError, OSError, ValueError):  # Windows has no sysconf, macOS not this number
-        return math.inf
-
-
-_graph_caches: WeakKeyDictionary[nn.Module, GraphCache] = WeakKeyDictionary()
-
-
-def graphs_of(model: nn.Module, weight: Tensor) -> GraphCache:
-    """Returns a model's graph cache; drops graphs captured with another dtype or device, which would hold old weights.
-
-    weight: any weight that a step reads.
-    """
-    cache = _graph_caches.get(model)
-    if cache is None or (cache.device, cache.dtype) != (weight.device, weight.dtype):
-        cache = _graph_caches[model] = GraphCache(weight.device, weight.dtype)
-    return cache
 
 
 class Repeatable:
@@ -296,11 +213,13 @@ class Captures:
         """
         loop, graphs = self.loop, self.graphs
         content, self._variant = loop.content(left)
-        if content.nbytes > (most_bytes := graphs.most_bytes_of_call):
-            raise LeaveAlone([Reason("KV_CACHE_TOO_LARGE", f"keys and values of more than {most_bytes >> 20} MB")])
         self._is_held = self._is_held or graphs.in_use.acquire(blocking=False)
         if not self._is_held:
             raise LeaveAlone([Reason("GRAPHS_IN_USE", "another call uses the model's captured steps")])
+        if content.nbytes > graphs.most_bytes_of_call:
+            graphs.make_room(content.nbytes)
+        if content.nbytes > (most_bytes := graphs.most_bytes_of_call):
+            raise LeaveAlone([Reason("KV_CACHE_TOO_LARGE", f"keys and values of more than {most_bytes >> 20} MB")])
         self.most = content.generated_length + left - 1  # the last token needs no keys
         content = content.without_last(size)
         key = self._key_of(content)
@@ -357,7 +276,19 @@ class Captures:
         return graph
 
     def _key_of(self, content: KVContent) -> tuple[Any, ...]:
-        return self.graphs.key_of(content, self.most, self._has_exact_lengths, self._variant)
+        """Returns the key of a step over a cache for all positions of the call, if its capacity costs only memory."""
+        settings = content, self.most, self._has_exact_lengths, self._variant
+        if self.loop.attends_in_segments and can_follow_ancestors(*content.generated[0]):
+            key = self.graphs.key_of(*settings, for_all=True)
+            if key in self.graphs.entries or self._has_memory_for_all(content):
+                return key
+        return self.graphs.key_of(*settings, for_all=False)
+
+    def _has_memory_for_all(self, content: KVContent) -> bool:
+        numbers = sum(states.shape[1] * states.shape[3] for states in content.generated[0])  # of a row's position
+        positions = len(content.generated) * content.rows * (self.most - content.generated_length)
+        added = positions * numbers * content.generated[0][0].itemsize
+        return bool(content.nbytes + added <= self.graphs.most_bytes_of_call)
 
     def release(self, drops: bool = False) -> None:
         """Ends the call's use of the graphs, so that other calls may use them. drops: whether their memory is freed."""

@@ -127,10 +127,11 @@ class KVContent:
             runs.append((first, 1 + len(rest)))
         return runs
 
-    def spec(self, most: int, exact_lengths: bool = False) -> Spec:
+    def spec(self, most: int, exact_lengths: bool = False, for_all: bool = False) -> Spec:
         """Returns the shapes, capacities, dtypes and devices of a static cache for this content.
 
-        most: the most positions that a row can generate. exact_lengths: whether prompts are not padded to common sizes.
+        most: the most positions that a row can generate; for_all: whether there is capacity for all of them, so that
+        the cache never grows. exact_lengths: whether prompts are not padded to common sizes.
         """
         growing = len(self.generated)
         is_padded = growing == len(self.prompts)  # whether self-attention is, and not cross-attention
@@ -141,7 +142,8 @@ class KVContent:
             if prompt and (first >= growing or is_padded) and not exact_lengths:
                 lengths[0] = rounded(lengths[0])
             runs.append((count, tuple(map(_spec_of, prompt, lengths))))
-        generated = _spec_of(self.generated[0], capacity_for(self.generated_length + 1, most))
+        needed = max(most * for_all, self.generated_length + 1)
+        generated = _spec_of(self.generated[0], capacity_for(needed, most))
         return self.rows, self.rows_per_input, growing, generated, tuple(runs), specs_of(self.states)
 
 

@@ -171,7 +171,8 @@ class FairseqDecodeStep(DecodeStep):
     host = "fairseq"
 
     def __init__(self, checks: CallChecks, states: list[DecodingState], max_len: int, captures: bool) -> None:
-        super().__init__(checks, states[0].kv.rows, states[0].rows_per_input, max_len + 1, captures)
+        max_length = max_len + 2  # with the first token and the end
+        super().__init__(checks, states[0].kv.rows, states[0].rows_per_input, max_length, captures)
         self.generator, self.states = checks.generator, states
         self.mask: Tensor | None = None
 

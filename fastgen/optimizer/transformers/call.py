@@ -32,7 +32,6 @@ from fastgen.ops import gelu, lookup
 from fastgen.ops.kernel import first_supported
 from fastgen.ops.tracing import is_transformed
 from fastgen.optimizer.decoding.call import GenerateCall, settings_of
-from fastgen.optimizer.decoding.captures import free_memory
 from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.faster_forwards import (
     FasterForward,
@@ -42,6 +41,7 @@ from fastgen.optimizer.decoding.faster_forwards import (
     multiply,
     should_swap,
 )
+from fastgen.optimizer.decoding.graph_cache import free_memory
 from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, Reason
 from fastgen.optimizer.transformers import checks, kept_prefix, kv_layers
 from fastgen.optimizer.transformers.checks import generate_call

@@ -16,7 +16,7 @@ from torch import nn
 
 from fastgen.optimizer.decoding import captures, graphs
 from fastgen.optimizer.decoding.call import generate_call
-from fastgen.optimizer.decoding.captures import GraphCache
+from fastgen.optimizer.decoding.graph_cache import MOST_BYTES, GraphCache
 from fastgen.optimizer.decoding.graphs import CapturedGraph, CpuCapture, CudaCapture, GraphState
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.static_kv_cache import StaticKVCache, capacity_for
@@ -57,7 +57,7 @@ def test_inputs_that_no_replay_reads_are_not_copied():
     assert alive() is None
 
 
-def test_graphs_used_least_recently_are_dropped():
+def test_graphs_used_least_recently_are_dropped(monkeypatch):
     graph_cache = GraphCache(torch.device("cpu"), torch.float32)
     with limits(most_graphs=3):
         for key in range(3):
@@ -65,12 +65,38 @@ def test_graphs_used_least_recently_are_dropped():
         graph_cache.put(0, graph_cache.entries.pop(0))
         graph_cache.put(3, graph_of())
     assert list(graph_cache.entries) == [2, 0, 3]
-    graph_cache.most_bytes = 2 * graph_of().nbytes
+    monkeypatch.setitem(MOST_BYTES, "cpu", 2 * graph_of().nbytes)
     graph_cache.put(4, graph_of())
     assert list(graph_cache.entries) == [3, 4]
-    assert sum(graph.nbytes for graph in graph_cache.entries.values()) == graph_cache.most_bytes
     graph_cache.put(5, graph_of(rows=20))  # larger than the bound: not kept
     assert list(graph_cache.entries) == [3, 4]
+
+
+def test_a_gpu_keeps_a_part_of_its_free_memory_but_not_in_training(monkeypatch):
+    graph, device = graph_of(), torch.device("cuda", 0)
+    monkeypatch.setattr("fastgen.optimizer.decoding.graph_cache.CudaCapture", lambda device: None)
+    monkeypatch.setattr("fastgen.optimizer.decoding.graph_cache.free_memory", lambda device: 3.0 * graph.nbytes)
+    monkeypatch.setitem(MOST_BYTES, "cuda", 0)
+    cache = GraphCache(device, torch.float32)
+    cache.put(0, graph)  # a quarter of four times its size, of which it takes one
+    assert list(cache.entries) == [0]
+    cache.put(1, graph_of())  # 2 of 5: one too many
+    assert list(cache.entries) == [1]
+    cache.in_training = True
+    cache.put(2, graph_of())
+    assert not cache.entries
+
+
+def test_graphs_make_room_for_a_call_that_needs_their_memory(monkeypatch):
+    cache = GraphCache(torch.device("cpu"), torch.float32)
+    nbytes = graph_of().nbytes
+    for key in range(3):
+        cache.put(key, graph_of())
+    cache.device = torch.device("cuda", 0)
+    free = "fastgen.optimizer.decoding.graph_cache.free_memory"
+    monkeypatch.setattr(free, lambda device: (5 - len(cache.entries)) * nbytes)
+    cache.make_room(2 * nbytes)
+    assert list(cache.entries) == [2]
 
 
 def test_a_replay_gets_the_inputs_of_its_call_in_captured_shapes():

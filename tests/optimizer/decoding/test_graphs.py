@@ -72,7 +72,7 @@ def test_graphs_used_least_recently_are_dropped(monkeypatch):
     assert list(graph_cache.entries) == [3, 4]
 
 
-def test_a_gpu_keeps_a_part_of_its_free_memory_but_not_in_training(monkeypatch):
+def test_a_gpu_keeps_a_part_of_free_memory_but_not_in_training(monkeypatch):
     graph, device = graph_of(), torch.device("cuda", 0)
     monkeypatch.setattr("fastgen.optimizer.decoding.graph_cache.CudaCapture", lambda device: None)
     monkeypatch.setattr("fastgen.optimizer.decoding.graph_cache.free_memory", lambda device: 3.0 * graph.nbytes)

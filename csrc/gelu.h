@@ -49,7 +49,7 @@ inline V gelu(const V &x, bool is_tanh) {
 }
 
 template <typename V>
-inline V activated(const V &numbers, int32_t activation) {
+inline V activated(V numbers, int32_t activation) {
     if (activation == RELU) return numbers < 0 ? V{} : numbers;
     return activation == NO_ACTIVATION ? numbers : gelu(numbers, activation == GELU_TANH);
 }

@@ -37,7 +37,8 @@ EVERY_CLASS, NO_MODEL, AT_REAL_SIZE = "Every class", "Classes without a tiny mod
 @contextmanager
 def everything_is_tried() -> Iterator[None]:
     """Forces whatever fastgen can do, however tiny the model is."""
-    without_costs = mock.patch.object(drafts.DraftedSteps, "_cost", lambda self, rows, size: 1.0)
+    steps = {"_cost": lambda self, rows, size: 1.0, "_overhead": lambda self, size: 1.0}  # otherwise measured
+    without_costs = mock.patch.multiple(drafts.DraftedSteps, **steps)
     thresholds = {"min_leaving": 0.0, "min_steps_expected": 1}
     trust = fresh_trust(accepted=True)  # outputs of first uses are the library's
     with trust, configured(share="always"), capturing(drafts="auto"), without_costs, costs(**thresholds):

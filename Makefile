@@ -29,7 +29,7 @@ WHEEL = CUDA_HOME=none $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir 
 
 PYTEST := FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2 --dist loadgroup
 
-.PHONY: demo check test test-all test-fairseq test-newest matrix fuzz test-gpu gpu-check sanitize emulator lint docs pages table bench bench-gpu wheel wheel-aarch64 release-check clean
+.PHONY: demo check test test-all test-fairseq test-newest matrix fuzz test-gpu gpu-check gpu-carry sanitize emulator lint docs pages table bench bench-gpu wheel wheel-aarch64 release-check clean
 
 # The main job on the sample of 500 lines, with and without fastgen.
 demo: $(VENV)/demo.installed
@@ -87,10 +87,16 @@ fuzz: $(VENV)/test.installed
 test-gpu: $(VENV)/test.installed
 	FASTGEN_STRICT=1 $(BIN)/python -m pytest -rs -m gpu tests/gpu
 
-# The checks that need a GPU, in about ten minutes. Results go to gpu-check.json, and tables to docs/gpu-checks.md.
+# The checks that need a GPU, in about ten minutes. Results go to build/gpu-check, and tables to docs/gpu-checks.md.
 # Without a GPU it says so.
 gpu-check: $(VENV)/test.installed
-	$(BIN)/python tools/gpu_check.py --page docs/gpu-checks.md
+	$(BIN)/python tools/gpu_check.py --out build/gpu-check --page docs/gpu-checks.md
+
+# What a machine with a GPU and without a network lacks, and the command for it: see docs/gpu-checks.md.
+gpu-carry: $(VENV)/test.installed
+	rm -rf build/gpu && $(BIN)/python $(INSTALL) --no-deps --target build/gpu wrapt
+	@echo "Copy these, and what git tracks:" build/gpu $$(find fastgen -name '*.so')
+	@echo "Run there: PYTHONPATH=build/gpu python3 tools/gpu_check.py smoke profile generate --out FOLDER --seconds 280"
 
 # Runs the kernels under compute-sanitizer, a part of CUDA: accesses outside buffers, races in shared memory.
 sanitize: $(VENV)/test.installed

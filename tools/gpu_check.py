@@ -1,22 +1,24 @@
-"""`make gpu-check`: the checks that need a GPU, in about ten minutes, part by part.
+"""`make gpu-check`: the checks that need a GPU, part by part, the most important first.
 
-    python tools/gpu_check.py [PART …] [--json gpu-check.json] [--page FILE]
+    python tools/gpu_check.py [PART …] [--out FOLDER] [--page FILE] [--seconds S]
 
-Each part is written to the file of JSON as soon as it has ended. A part that the file has, of this GPU, versions,
-kernels and day, is not run again. If a part raises, or its process takes too long, its error is written instead, the
-next parts run, and the next call runs it again. The parts, and the minutes that each should take:
+A part is a list of cases. Each case is written to FOLDER/gpu-check.json as soon as it has ended; one that the file has,
+of this GPU, versions, kernels and day, is not measured again. If a case raises, its error is written, the next cases
+run, and the next call repeats it. The parts, and the seconds that each should take on an H200:
 
-    environment              versions, the GPU, fastgen's kernels for it
-    attention    1           errors and times of the ways to attend
-    break_even   1           from what size on a shared prompt is faster
-    parity       1.5         ten architectures with and without fastgen, in fp32 and bf16
-    generate     3           models of real shape in four ways (gpu_models.py)
-    tests        2           captured steps and what can go wrong around them, kernels
-    sanitize     1           kernels under compute-sanitizer
+    smoke         40   kernels, a captured call of samples and of beams, and what has failed or might fail on a GPU
+    profile       15   kernels of a captured step by their time (gpu_models.py)
+    generate     160   models of real shape, stock, compiled and with fastgen (gpu_models.py)
+    attention     50   errors and times of the ways to attend (gpu_attention.py)
+    tests         70   captured steps and what can go wrong around them, kernels; FOLDER/tests.log
+    parity       120   ten architectures with and without fastgen, in fp32 and bf16, in a process of its own
+    rates         20   from what size on a shared prompt is faster (gpu_attention.py)
+    sanitize      80   kernels under compute-sanitizer
 
---page writes the tables into a page. Ends with 1 if a part raises, tests fail, a model in fp32 has other tokens or a
-kernel is less exact than torch's attention, with 2 without a GPU. Not yet run as a whole on a GPU; its dry run, with
-tiny shapes, runs on the tests' twin of a GPU.
+It needs torch, transformers and what tests/helpers imports, and neither `make` nor an installed fastgen: a machine
+without a network gets them with `make gpu-carry` (docs/gpu-checks.md). --seconds: no case begins later. --page writes
+tables into a page. Ends with 1 if a case raises or fails, with 2 without a GPU. Not yet run as a whole on a GPU; its
+dry run, with tiny shapes, runs on the tests' twin of a GPU.
 
 Tests: tests/test_gpu_check.py, tests/optimizer/test_cuda_twin.py
 """
@@ -28,38 +30,59 @@ import itertools
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
 import traceback
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
-import transformers
-from gpu_models import MODELS, generate
-from torch import Tensor
-from torch.nn import functional
-
-import fastgen
-from fastgen.ops import kernels, shared_attention
-from fastgen.ops.kernel import tolerance
-from fastgen.optimizer.decoding.cost_model import CostModel
-from fastgen.optimizer.decoding.kv_cache import should_share
-from fastgen.testing import configured
+from typing import Any, NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "helpers")]
+
+import gpu_attention  # noqa: E402
+import gpu_models  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+import fastgen  # noqa: E402
+from fastgen.ops import kernels  # noqa: E402
+from fastgen.testing import configured  # noqa: E402
+
+FILE = "gpu-check.json"
 SANITIZER = ["compute-sanitizer", "--error-exitcode", "1", "--report-api-errors", "no", "--tool", "memcheck"]
-SECONDS = {"tests": 300, "sanitize": 120}  # after which the process of a part is killed
+SECONDS = {"parity": 240, "tests": 240, "sanitize": 120}  # after which the process of a part is killed
 BEGIN, END = "<!-- gpu-check: begin -->", "<!-- gpu-check: end -->"  # around what --page replaces
+Cases = dict[str, Callable[[], Any]]
 Results = dict[str, dict[str, Any]]
 
 
+class Options(NamedTuple):
+    """dry: whether shapes are tiny. folder: of results and logs."""
+
+    dry: bool
+    folder: Path = Path(".")
+
+
+STEPS, ATTENTION = "test_captured_steps_cuda.py", "test_triton_attention_cuda.py"
+SMOKE = (
+    f"{STEPS}::test_tokens_of_cuda_graphs_are_those_of_the_library[llama-always-samples]",
+    f"{STEPS}::test_tokens_of_cuda_graphs_are_those_of_the_library[bart-always-beams]",
+    f"{STEPS}::test_steps_in_half_precision_are_cuda_graphs[llama-dtype1]",
+    f"{STEPS}::test_beams_of_a_mixture_of_experts_are_not_captured_in_fp32",
+    f"{STEPS}::test_calls_under_a_default_device_are_captured_steps[beams]",
+    f"{STEPS}::test_other_threads_draw_numbers_during_a_capture",
+    f"{STEPS}::test_a_failed_capture_warns_once_and_leaves_no_trace",
+    f"{ATTENTION}::test_rows_of_a_mask_may_be_far_apart",
+)
+NOT_ON_TWIN = ("half_precision", ATTENTION)  # which rounds otherwise, and has no Triton
+
+
 def environment(dry: bool) -> dict[str, Any]:
+    """Returns what results depend on."""
     versions = {module.__name__: module.__version__ for module in (torch, transformers, fastgen)}
     states = {name: [str(kernel) for kernel in listed if kernel.device == "cuda"] for name, listed in kernels().items()}
     states = {name: listed for name, listed in states.items() if listed}
@@ -67,155 +90,43 @@ def environment(dry: bool) -> dict[str, Any]:
     return {"gpu": torch.cuda.get_device_name(), "date": day, "dry": dry, **versions, "kernels": states}
 
 
-# Attention: inputs, rows per input, key heads, query heads of each, prompt, generated, width, dtype, with a mask.
-ATTENTION = {
-    "BART-large, 128 inputs, beam 4": (128, 4, 16, 1, 1024, 32, 64, torch.float16, False),
-    "Llama-8B, 4 inputs, 16 samples": (4, 16, 8, 4, 2048, 128, 128, torch.bfloat16, False),
-    "the same, with a mask": (4, 16, 8, 4, 2048, 128, 128, torch.bfloat16, True),
-    "Llama-8B, 1 input, beam 4": (1, 4, 8, 4, 512, 64, 128, torch.bfloat16, True),
-    "8 query heads for each key head": (4, 4, 4, 8, 1024, 64, 128, torch.bfloat16, True),
-    "T5-base, 8 inputs, beam 4": (8, 4, 12, 1, 128, 32, 64, torch.float32, True),
-}
+def smoke(options: Options) -> Cases:
+    """Returns tests of tests/gpu, in this process."""
+    tests = [test for test in SMOKE if not (options.dry and any(name in test for name in NOT_ON_TWIN))]
+    return {test.partition("::test_")[2]: partial(_tested, test) for test in tests}
 
 
-def attention(dry: bool) -> dict[str, Any]:
-    """Returns microseconds in a CUDA graph, and relative errors against fp64, of the ways to attend.
+def _tested(test: str) -> dict[str, Any]:
+    import pytest
 
-    fastgen: the kernel that it chooses, which is not Triton's in fp32, or if Triton is missing.
-    """
-    triton_kernels = shared_attention._triton_attention(torch.device("cuda"))
-    results = {}
-    for name, (inputs, rows_per_input, kv_heads, groups, prompt, generated, width, dtype, masked) in ATTENTION.items():
-        if dry:
-            inputs, prompt, generated = 2, 24, 5
-        rows = inputs * rows_per_input
+    class Noting:
+        text = ""
 
-        def random(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.randn(shape, dtype=dtype, device="cuda")
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            if report.failed or report.skipped:
+                self.text += f"{report.outcome}: {report.longreprtext[-400:]}"
 
-        query = random(rows, kv_heads * groups, 1, width)
-        keys, values = (
-            [random(inputs, kv_heads, prompt, width), random(rows, kv_heads, generated, width)] for _ in range(2)
-        )
-        mask = torch.ones(rows, 1, 1, prompt + generated, dtype=torch.bool, device="cuda") if masked else None
-        repeated = [
-            torch.cat([parts[0].repeat_interleave(rows_per_input, 0), parts[1]], 2).repeat_interleave(groups, 1)
-            for parts in (keys, values)
-        ]
-        scale, few = width**-0.5, slice(0, 16)
-        ways = {
-            "stock": partial(functional.scaled_dot_product_attention, query, *repeated, mask),
-            "torch's products": partial(shared_attention.attention_by_products, query, keys, values, mask, scale),
-            "fastgen": partial(shared_attention.shared_attention, query, keys, values, mask, scale),
-        }
-        if triton_kernels is not None:
-            ways["Triton"] = partial(triton_kernels.attention, query, keys, values, mask, scale)
-        doubles = (tensor[few].double() for tensor in (query, *repeated))
-        exact = functional.scaled_dot_product_attention(*doubles, None if mask is None else mask[few])
-        results[name] = {
-            way: {"us": _graph_us(call), "error": float((call()[few].double() - exact).norm() / exact.norm())}
-            for way, call in ways.items()
-        }
-    return results
+    noting = Noting()
+    command = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", "--rootdir", str(REPOSITORY)]
+    with torch.enable_grad():
+        status = pytest.main([*command, str(REPOSITORY / "tests" / "gpu" / test)], plugins=[noting])
+    return {"status": int(status), "end": [noting.text or "passed"]}
 
 
-def _graph_us(call: Callable[[], Tensor], calls: int = 20) -> float:
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        graph.capture_begin()
-        try:
-            for _ in range(calls):
-                call()
-        finally:
-            graph.capture_end()
-    times = []
-    for _ in range(6):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / calls)
-    return statistics.median(times)
-
-
-# Attention whose prompt grows until sharing it is faster: rows of one input, heads, width; bf16, without a mask.
-ROWS, HEADS, WIDTH, GENERATED = 16, 8, 128, 64
-LENGTHS, DRY_LENGTHS = [16 << power for power in range(11)], [16, 32]
-
-
-def break_even(dry: bool) -> dict[str, Any]:
-    """Returns in how many saved megabytes sharing a prompt breaks even.
-
-    measured: in this attention, None if never; by_rates: by `should_share`, with the rates of an H200.
-    """
-    triton_kernels = shared_attention._triton_attention(torch.device("cuda"))
-    ways = {
-        "eager": (_eager_us, shared_attention.attention_by_products),
-        "in a graph": (_graph_us, shared_attention.attention_by_products),
-    }
-    if triton_kernels is not None:
-        ways["in a graph, Triton"] = _graph_us, triton_kernels.attention
-    results = {}
-    for way, (us_of, attention) in ways.items():
-        faster_from = None
-        for length in reversed(DRY_LENGTHS if dry else LENGTHS):
-            stock, shared, saved_bytes = _attentions(length, attention)
-            if us_of(shared) >= us_of(stock):
-                break
-            faster_from = saved_bytes / 1e6
-        with configured(cuda_kernels="Triton" in way, share="auto"):
-            by_rates = _break_even(CostModel(), way != "eager")
-        results[way] = {"measured": faster_from, "by_rates": by_rates}
-    return results
-
-
-def _attentions(length: int, attention: Callable[..., Tensor]) -> tuple[partial[Tensor], partial[Tensor], int]:
-    """Returns stock's attention to a prompt of this length, this one's, and how many bytes the latter does not read."""
-    prompt, own = (
-        torch.randn(2, rows, HEADS, count, WIDTH, dtype=torch.bfloat16, device="cuda")
-        for rows, count in ((1, length), (ROWS, GENERATED))
-    )
-    query = torch.randn(ROWS, HEADS, 1, WIDTH, dtype=torch.bfloat16, device="cuda")
-    whole = torch.cat([prompt.expand(-1, ROWS, -1, -1, -1), own], 3)
-    segments = [prompt[0], own[0]], [prompt[1], own[1]]
-    shared = partial(attention, query, *segments, None, WIDTH**-0.5)
-    return partial(functional.scaled_dot_product_attention, query, *whole), shared, prompt.nbytes * (ROWS - 1)
-
-
-def _break_even(costs: CostModel, is_captured: bool) -> float:
-    """Returns the saved megabytes from which on such a prompt is stored once."""
-    position = torch.empty(1, HEADS, 1, WIDTH, dtype=torch.bfloat16, device="cuda")
-
-    def shares(length: int) -> bool:
-        return should_share(costs, position.expand(-1, -1, length, -1), ROWS, is_captured=is_captured)
-
-    length = bisect_left(range(1 << 24), True, key=shares)
-    return 2 * position.nbytes * length * (ROWS - 1) / 1e6
-
-
-def _eager_us(call: Callable[[], Tensor], calls: int = 20) -> float:
-    call()
-    times = []
-    for _ in range(6):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        for _ in range(calls):
-            call()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - begun) * 1e6 / calls)
-    return statistics.median(times)
-
-
-NAMES = ("gpt2", "llama", "qwen3", "gemma2", "mixtral", "bloom", "bart", "m2m_100", "t5", "whisper")
+NAMES = ("gpt2", "llama", "qwen3", "gemma2", "bloom", "bart", "m2m_100", "t5", "whisper", "mixtral")
+DRY_NAMES = ("t5", "whisper")
 # The largest differences of scores; in bf16 those of the first steps, which are within 0.05 on the twin of a GPU.
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.2}
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.2}
 
 
-def parity(dry: bool) -> dict[str, Any]:
-    """Returns for tiny models, with prompts shared: equal tokens, the largest difference of scores, replayed steps.
+def parity(options: Options) -> Cases:
+    """Returns what compares tiny models, see `_parity`; mixtures of experts last, which might harm the process."""
+    names = DRY_NAMES if options.dry else NAMES
+    return {f"{name}, {dtype}": partial(_parity, name, dtype) for name in names for dtype in TOLERANCES}
+
+
+def _parity(name: str, dtype_name: str) -> dict[str, Any]:
+    """Returns equal tokens, the largest difference of scores, and replayed steps, with prompts shared.
 
     Models, inputs and comparisons are those of the tests, in tests/helpers. In bf16 rounding decides between close
     tokens: they are counted, and only the scores of the first steps are compared.
@@ -226,22 +137,19 @@ def parity(dry: bool) -> dict[str, Any]:
     from reports import capturing
     from tiny_models import lively
 
-    results: dict[str, Any] = {}
-    for name, dtype in itertools.product(NAMES[-2:] if dry else NAMES, TOLERANCES):
-        model = lively(BY_NAME[name].model()).to(dtype).cuda()
-        inputs = {key: value.cuda() for key, value in BY_NAME[name].inputs().items()}
-        inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
-        differences, equal, replayed = [], [], 0
-        with configured(share="always"), capturing():
-            for mode in MODES:
-                scores = measure(model, inputs, mode, new_tokens=12 if dtype == torch.float32 else 2)
-                differences.append(scores.largest_score_difference)
-                stock, tokens, report = run_both(partial(_tokens, model, {**inputs, **MODES[mode]}))
-                equal.append(torch.equal(stock, tokens))
-                replayed += report.replays
-        cell = {"equal": sum(equal), "of": len(equal), "difference": max(differences), "replayed": replayed}
-        results.setdefault(name, {})[str(dtype).removeprefix("torch.")] = cell
-    return results
+    dtype = getattr(torch, dtype_name)
+    model = lively(BY_NAME[name].model()).to(dtype).cuda()
+    inputs = {key: value.cuda() for key, value in BY_NAME[name].inputs().items()}
+    inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
+    differences, equal, replayed = [], [], 0
+    with configured(share="always"), capturing():
+        for mode in MODES:
+            scores = measure(model, inputs, mode, new_tokens=12 if dtype == torch.float32 else 2)
+            differences.append(scores.largest_score_difference)
+            stock, tokens, report = run_both(partial(_tokens, model, {**inputs, **MODES[mode]}))
+            equal.append(torch.equal(stock, tokens))
+            replayed += report.replays
+    return {"equal": sum(equal), "of": len(equal), "difference": max(differences), "replayed": replayed}
 
 
 def _tokens(model: torch.nn.Module, arguments: dict[str, Any]) -> Tensor:
@@ -249,147 +157,187 @@ def _tokens(model: torch.nn.Module, arguments: dict[str, Any]) -> Tensor:
     return model.generate(**arguments, min_new_tokens=12, max_new_tokens=24)
 
 
+# Captured steps and whatever can go wrong around them, and the kernels. `make test-gpu` runs the others too.
+FILES = (STEPS, ATTENTION, "test_no_repeat_ngram_cuda.py", "test_checksums_cuda.py")
+
+
+def tests(options: Options) -> Cases:
+    """Returns what runs `FILES` of tests/gpu in eight processes, or one of their tests, and keeps their output."""
+    command = [sys.executable, "-m", "pytest", "-v", "-rs", "-p", "no:randomly", "-p", "no:cacheprovider"]
+    if options.dry:
+        command += ["-p", "cuda_twin", f"tests/gpu/{SMOKE[-2]}"]
+    else:
+        command += ["-n", "8", *(f"tests/gpu/{name}" for name in FILES)]
+    return {"all": partial(_ended, command, 15, options.folder, "tests", FASTGEN_STRICT="1")}
+
+
+def sanitize(options: Options) -> Cases:
+    """Returns what runs the n-gram kernels under memcheck; its status is None if the tool is missing."""
+    if not shutil.which(SANITIZER[0]):
+        return {"n-gram kernels": lambda: {"status": None, "end": [f"{SANITIZER[0]} is not on the PATH"]}}
+    command = [*SANITIZER, sys.executable, "tests/gpu/sanitize_no_repeat_ngram.py"]
+    return {"n-gram kernels": partial(_ended, command, 5, options.folder, "sanitize")}
+
+
+def _ended(command: list[str], lines: int, folder: Path, part: str, **environment: str) -> dict[str, Any]:
+    """Runs a command, whose output goes to a log; returns its status and last lines.
+
+    Raises subprocess.TimeoutExpired after `SECONDS`.
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | environment
+    log = folder / f"{part}.log"
+    with log.open("w") as file:
+        process = subprocess.run(
+            command, cwd=REPOSITORY, env=environment, stdout=file, stderr=file, check=False, timeout=SECONDS[part]
+        )
+    return {"status": process.returncode, "end": log.read_text(errors="replace").splitlines()[-lines:]}
+
+
+PARTS: dict[str, Callable[[Options], Cases]] = {
+    "smoke": smoke,
+    "profile": lambda options: gpu_models.profile(options.dry),
+    "generate": lambda options: gpu_models.generate(options.dry),
+    "attention": lambda options: gpu_attention.attention(options.dry),
+    "tests": tests,
+    "parity": parity,
+    "rates": lambda options: gpu_attention.rates(options.dry),
+    "sanitize": sanitize,
+}
+
+
+def run(names: Iterable[str], results: Results, options: Options, until: float = float("inf")) -> None:
+    """Runs the cases of these parts that have not ended well, and writes all results to the file after each."""
+    for name in names:
+        done = results.setdefault(name, {})
+        for case, measure in PARTS[name](options).items():
+            if case in done and "error" not in done[case] and done[case].get("status", 0) == 0:
+                continue
+            begun = time.perf_counter()
+            if begun > until:
+                print(f"{name}: no time left for {case}", flush=True)
+                return
+            try:
+                done[case] = measure()
+            except Exception as error:
+                traceback.print_exc()
+                first_line = str(error).partition("\n")[0]  # torch's other lines say how to debug
+                done[case] = {"error": f"{type(error).__name__}: {first_line}"}
+            save(results, options.folder)
+            print(f"{name}, {case}: {time.perf_counter() - begun:.0f} s", flush=True)
+
+
+def save(results: Results, folder: Path) -> None:
+    (folder / FILE).write_text(json.dumps(results, indent=2))
+
+
+def run_apart(name: str, results: Results, options: Options, seconds: float) -> None:
+    """Runs a part in a process of its own, which writes to the same file."""
+    folder = options.folder
+    command = [sys.executable, __file__, name, "--out", str(folder), "--in-process", *["--dry"] * options.dry]
+    with (folder / f"{name}.log").open("w") as log:
+        try:
+            subprocess.run(command, stdout=log, stderr=log, check=False, timeout=min(SECONDS[name], seconds))
+        except subprocess.TimeoutExpired as error:
+            print(f"{name}: {error}", flush=True)
+    results.update(json.loads((folder / FILE).read_text()))
+    print(f"{name}: {len(results.get(name, {}))} cases, {name}.log", flush=True)
+
+
+def failures(results: Results) -> list[str]:
+    """Returns a message for each case that raised or failed, model without parity, and kernel less exact than stock's.
+
+    In half precision stock's tokens are not expected: rounding decides between close ones.
+    """
+    messages = []
+    for part, cases in results.items():
+        for case, cell in cases.items() if part in PARTS else ():
+            if "error" in cell:
+                messages.append(f"{part}, {case}: {cell['error']}")
+            elif cell.get("status"):
+                messages.append(f"{part}, {case}: status {cell['status']}, {' '.join(cell['end'][-1:])}")
+            elif part == "attention":
+                messages += gpu_attention.failures(case, cell)
+            elif part == "parity":
+                dtype = case.rpartition(", ")[2]
+                is_equal = cell["equal"] == cell["of"] or dtype != "float32"
+                if not (is_equal and cell["difference"] <= TOLERANCES[dtype]):
+                    messages.append(f"parity, {case}: {_parity_cell(cell)}")
+            elif part == "generate":
+                messages += _differences(case, cell)
+    return messages
+
+
+def _differences(name: str, ways: dict[str, Any]) -> list[str]:
+    case = gpu_models.MODELS.get(name)
+    messages = []
+    if not ways[gpu_models.FASTGEN]["replayed"]:
+        messages.append(f"generate, {name}: no step was captured")
+    if case is not None and case.dtype == torch.float32:
+        differ = {way: cell["equal_tokens"] for way, cell in ways.items() if cell["equal_tokens"] < 1}
+        messages += [f"generate, {name}, {way}: {equal:.0%} of stock's tokens" for way, equal in differ.items()]
+    return messages
+
+
 def _parity_cell(cell: dict[str, Any]) -> str:
     return f"{cell['equal']} of {cell['of']}, {cell['difference']:.0e}, {cell['replayed']}"
 
 
-# Captured steps and whatever can go wrong around them, and the kernels. `make test-gpu` runs the others too.
-FILES = (
-    "test_captured_steps_cuda.py",
-    "test_triton_attention_cuda.py",
-    "test_no_repeat_ngram_cuda.py",
-    "test_checksums_cuda.py",
-)
+def _model_cell(way: dict[str, Any]) -> str:
+    times = f"{way['first_s']:.2f} s, {way['s']:.3f} s, {way['ms_per_step']:.2f} ms"
+    return f"{times}, {way['equal_tokens']:.0%}, {way['replayed']}, {way['peak_mb']:.0f} MB"
 
 
-def tests(dry: bool) -> dict[str, Any]:
-    """Runs `FILES` of tests/gpu, or one of their tests; returns the last lines and the status."""
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:randomly"]
-    if dry:
-        test = f"{FILES[0]}::test_a_failed_capture_warns_once_and_leaves_no_trace"
-        command += ["-p", "cuda_twin", f"tests/gpu/{test}"]
-    else:
-        command += [f"tests/gpu/{name}" for name in FILES]
-    return _ended(command, 15, SECONDS["tests"], FASTGEN_STRICT="1")
+def _rates_cell(cell: float | None) -> str:
+    return "never" if cell is None else f"{cell:.3g}"
 
 
-def sanitize(dry: bool) -> dict[str, Any]:
-    """Runs the n-gram kernels under memcheck; returns the last lines and the status, None if the tool is missing."""
-    if not shutil.which(SANITIZER[0]):
-        return {"status": None, "end": [f"{SANITIZER[0]} is not on the PATH"]}
-    command = [*SANITIZER, sys.executable, "tests/gpu/sanitize_no_repeat_ngram.py"]
-    return _ended(command, 5, SECONDS["sanitize"], PYTHONPATH=str(REPOSITORY / "tests" / "helpers"))
-
-
-def _ended(command: list[str], lines: int, seconds: float, **environment: str) -> dict[str, Any]:
-    """Runs a command; returns its status and last lines. Raises subprocess.TimeoutExpired after so many seconds."""
-    environment = os.environ | environment
-    process = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False, timeout=seconds
-    )
-    return {"status": process.returncode, "end": (process.stderr + process.stdout).splitlines()[-lines:]}
-
-
-PARTS = {part.__name__: part for part in (environment, attention, break_even, parity, generate, tests, sanitize)}
-
-
-def run(names: Iterable[str], results: Results, file: Path, dry: bool) -> None:
-    """Runs these parts, but for those that have ended well, and writes all results to the file after each."""
-    for name in names:
-        if name in results and "error" not in results[name] and results[name].get("status", 0) == 0:
-            print(f"{name}: already in {file}")
-        else:
-            begun = time.perf_counter()
-            try:
-                results[name] = PARTS[name](dry)
-            except Exception as error:
-                traceback.print_exc()
-                first_line = str(error).partition("\n")[0]  # torch's other lines say how to debug
-                results[name] = {"error": f"{type(error).__name__}: {first_line}"}
-            print(f"{name}: {time.perf_counter() - begun:.0f} s", flush=True)
-        file.write_text(json.dumps(results, indent=2))
-
-
-def _split(results: Results) -> tuple[Results, dict[str, str]]:
-    """Returns the results of the parts that have ended, and the errors of the others."""
-    errors = {part: result["error"] for part, result in results.items() if "error" in result}
-    return {part: result for part, result in results.items() if part not in errors}, errors
-
-
-def failures(results: Results) -> list[str]:
-    """Returns a message for each failed part, each model without parity, and each kernel less exact than stock's.
-
-    In half precision stock's tokens are not expected: rounding decides between close ones. fastgen without Triton may
-    round scores, which stock does not.
-    """
-    results, errors = _split(results)
-    messages = [f"{part}: {error}" for part, error in errors.items()]
-    statuses = {part: results.get(part, {}).get("status") for part in SECONDS}
-    messages += [f"{part} ended with status {status}" for part, status in statuses.items() if status]
-    for name, ways in results.get("attention", {}).items():
-        *_, dtype, _ = ATTENTION[name]
-        stock = ways["stock"]["error"]
-        for way, most in {"Triton": 1.1 * stock + 1e-6, "fastgen": tolerance("product", dtype)}.items():
-            if way in ways and not ways[way]["error"] <= most:
-                messages.append(f"attention, {name}: {way}'s error {ways[way]['error']:.1e}, stock's {stock:.1e}")
-    tolerances = {str(dtype).removeprefix("torch."): most for dtype, most in TOLERANCES.items()}
-    for name, dtypes in results.get("parity", {}).items():
-        for dtype, cell in dtypes.items():
-            is_equal = cell["equal"] == cell["of"] or dtype != "float32"
-            if not (is_equal and cell["difference"] <= tolerances[dtype]):
-                messages.append(f"parity, {name}, {dtype}: {_parity_cell(cell)}")
-    for name, ways in results.get("generate", {}).items():
-        if not ways["fastgen"]["replayed"]:
-            messages.append(f"generate, {name}: no step was captured")
-        if name in MODELS and MODELS[name].dtype == torch.float32:
-            others = {way: cell["equal_tokens"] for way, cell in ways.items() if cell["equal_tokens"] < 1}
-            messages += [f"generate, {name}, {way}: {equal:.0%} of stock's tokens" for way, equal in others.items()]
-    return messages
+TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "generate": (
+        "Seconds of a first and of a later call, milliseconds of a step, tokens that are those of stock, replayed "
+        "steps, and memory that a call adds:",
+        _model_cell,
+    ),
+    "attention": (
+        "Attention of one layer in a CUDA graph, µs, and its relative error against fp64:",
+        lambda way: f"{way['us']:.0f}, {way['error']:.1e}",
+    ),
+    "rates": (
+        "MB that a prompt stored once must save in a layer, measured and by the rates of an H200:",
+        _rates_cell,
+    ),
+}
 
 
 def page(results: Results) -> Iterator[str]:
     """Yields the lines of Markdown that say what was measured."""
-    results, errors = _split(results)
     facts = results["environment"]
     versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "transformers", "fastgen"))
     what = "A dry run with tiny shapes, whose figures say nothing" if facts["dry"] else "`make gpu-check`"
     yield f"{what}: {facts['gpu']}, {facts['date']}, {versions}."
     listed = "; ".join(f"{name} ({', '.join(states)})" for name, states in facts["kernels"].items())
     yield from ("", f"Kernels: {listed}.")
-    if "attention" in results:
-        yield from ("", "Attention of one layer in a CUDA graph, µs, and its relative error against fp64:", "")
-        yield from _table(results["attention"], lambda way: f"{way['us']:.0f}, {way['error']:.1e}")
-    if "break_even" in results:
-        yield from (
-            "",
-            "MB that a prompt stored once must save in a layer, measured and by the rates of an H200:",
-            "",
-        )
-        yield from _table(results["break_even"], lambda cell: "never" if cell is None else f"{cell:.3g}")
-    if "parity" in results:
-        yield from (
-            "",
-            "Tiny models: ways with the tokens of stock, difference of scores, replayed steps:",
-            "",
-        )
-        yield from _table(results["parity"], _parity_cell)
-    if "generate" in results:
-        yield from (
-            "",
-            "Seconds of a call, milliseconds of a step, tokens that are those of stock, and replayed steps:",
-            "",
-        )
-        yield from _table(
-            results["generate"],
-            lambda way: f"{way['s']:.3f} s, {way['ms_per_step']:.2f} ms, {way['equal_tokens']:.0%}, {way['replayed']}",
-        )
-    for part in SECONDS:
-        if part in results:
-            status = results[part]["status"]
-            outcome = "not run" if status is None else f"status {status}"
-            yield from ("", f"{part}: {outcome}, `{' '.join(results[part]['end'][-1:])}`")
-    for part, error in errors.items():
-        yield from ("", f"{part}: not ended, `{error}`")
+    for part in filter(results.get, PARTS):
+        ended = {case: cell for case, cell in results[part].items() if "error" not in cell}
+        if part in TABLES and ended:
+            title, cell_of = TABLES[part]
+            yield from ("", title, "", *_table(ended, cell_of))
+        elif part == "profile":
+            for case, rows in ended.items():
+                yield from ("", f"Kernels of a captured step, {case}: {rows['us_of_a_step']:.0f} µs", "")
+                yield from _table({f"`{name}`": row for name, row in rows.items() if isinstance(row, dict)}, _number)
+        elif part == "parity" and ended:
+            yield from ("", "Tiny models: ways with the tokens of stock, difference of scores, replayed steps:", "")
+            yield from _table({case: {"fastgen": cell} for case, cell in ended.items()}, _parity_cell)
+        elif part in ("smoke", "tests", "sanitize"):
+            for case, cell in ended.items():
+                outcome = "not run" if cell["status"] is None else f"status {cell['status']}"
+                yield from ("", f"{part}, {case}: {outcome}, `{' '.join(cell['end'][-1:])}`")
+        errors = {case: cell["error"] for case, cell in results[part].items() if "error" in cell}
+        yield from itertools.chain(*(("", f"{part}, {case}: not ended, `{error}`") for case, error in errors.items()))
+
+
+def _number(value: float) -> str:
+    return f"{value:.1f}"
 
 
 def _table(rows: dict[str, dict[str, Any]], cell: Callable[[Any], str]) -> Iterator[str]:
@@ -407,27 +355,40 @@ def write_page(path: Path, results: Results) -> None:
     path.write_text("\n".join(lines).rstrip("\n") + "\n", encoding="utf-8")
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
-    parser.add_argument("--json", type=Path, default=Path("gpu-check.json"), help="the file of results")
+    parser.add_argument("--out", type=Path, default=Path("."), help="the folder of results and logs")
     parser.add_argument("--page", type=Path, help="the page to write what was measured into")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no case begins later")
     parser.add_argument("--dry", action="store_true", help="tiny shapes and one test, to see that each part runs")
+    parser.add_argument("--in-process", action="store_true", help="no part gets a process of its own")
     flags = parser.parse_args(arguments)
     if unknown := set(flags.parts) - PARTS.keys():
         parser.error(f"PART {', '.join(sorted(unknown))} (accepted: {', '.join(PARTS)})")
+    return flags
+
+
+def main(arguments: list[str] | None = None) -> int:
+    flags, begun = parsed(arguments), time.perf_counter()
     if not torch.cuda.is_available():
         print("torch finds no GPU: nothing was checked", file=sys.stderr)
         return 2
-    sys.path.append(str(REPOSITORY / "tests" / "helpers"))
     transformers.logging.set_verbosity_error()  # about lengths that Whisper is given twice
     torch.set_grad_enabled(False)
     torch.set_float32_matmul_precision("highest")
-    results = json.loads(flags.json.read_text()) if flags.json.exists() else {}
+    flags.out.mkdir(parents=True, exist_ok=True)
+    options, file = Options(flags.dry, flags.out), flags.out / FILE
+    results = json.loads(file.read_text()) if file.exists() else {}
     present = environment(flags.dry)
     if results.get("environment") != present:
         results = {"environment": present}
-    run(flags.parts or PARTS, results, flags.json, flags.dry)
+    save(results, flags.out)
+    for name in flags.parts or PARTS:
+        if name == "parity" and not flags.in_process:
+            run_apart(name, results, options, flags.seconds - (time.perf_counter() - begun))
+        else:
+            run([name], results, options, begun + flags.seconds)
     print("\n".join(page(results)))
     if flags.page is not None:
         write_page(flags.page, results)

@@ -55,6 +55,22 @@ def check_attention(kernel, query, keys, values, mask, scale=0.3, **options):
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=atol.item())
 
 
+def check_far_masks(kernel, dtype, device):
+    """Rows of a mask may be more than 2^31 numbers apart; memory that is not touched takes no space on a CPU."""
+    rows, stride = 10, 1 << 28
+    query = torch.arange(rows * 16.0, device=device).sin().to(dtype).view(rows, 1, 1, 16)
+    states = [
+        torch.arange(copies * 20 * 16.0, device=device).cos().to(dtype).view(copies, 1, 20, 16) for copies in (1, rows)
+    ]
+    mask = torch.empty((rows - 1) * stride + 40, dtype=torch.bool, device=device)
+    mask = mask.as_strided((rows, 1, 1, 40), (stride, 40, 40, 1))
+    mask[:] = torch.arange(400, device=device).view(rows, 1, 1, 40) % 3 > 0
+    output = kernel.attention(query, states, states, mask, 0.2)
+    doubles = [part.double() for part in states]
+    expected = attention_by_products(query.double(), doubles, doubles, mask, 0.2)
+    torch.testing.assert_close(output.double(), expected, atol=2e-3, rtol=2e-3)
+
+
 # Lengths of segments: a prompt; a prompt and generated keys; a prefix of all rows before them.
 ALL_LENGTHS = ((300,), (200, 33), (70, 130, 5))
 

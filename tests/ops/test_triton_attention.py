@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from attention_cases import check_ancestors, check_exactness
+from attention_cases import check_ancestors, check_exactness, check_far_masks
 from python_process import run_functions
 from torch import Tensor
 
@@ -26,7 +26,6 @@ CASES = {
     "one key": (4, 4, 4, 1, 16, 16, [(2, 1), (4, 1)], None),
     "width 80": (4, 8, 8, 1, 80, 80, [(1, 200), (4, 40)], "bool"),
     "three tokens": (2, 2, 2, 3, 16, 16, [(1, 20), (2, 32)], None),
-    "far apart": (10, 1, 1, 1, 16, 16, [(1, 20), (10, 20)], None),
     "many positions": (4, 2, 2, 70, 16, 16, [(1, 9), (4, 12)], "added"),
 }
 
@@ -103,17 +102,9 @@ def compare_bounds_of_several_tokens() -> None:
 
 
 def compare_far_masks() -> None:
-    """Rows of a mask may be more than 2^31 numbers apart; memory that is not touched takes no space."""
     from fastgen.ops import triton_attention
 
-    query, keys, values, _ = case("far apart", torch.float32)
-    stride = 1 << 28
-    mask = torch.empty(9 * stride + 40, dtype=torch.bool).as_strided((10, 1, 1, 40), (stride, 40, 40, 1))
-    mask[:] = torch.arange(400).view(10, 1, 1, 40) % 3 > 0
-    expected = attention_by_products(query, keys, values, mask, 0.2)
-    torch.testing.assert_close(
-        triton_attention.attention(query, keys, values, mask, 0.2), expected, atol=1e-5, rtol=1e-5
-    )
+    check_far_masks(triton_attention, torch.float32, "cpu")
 
 
 def compare_parts() -> None:

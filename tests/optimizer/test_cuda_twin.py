@@ -160,7 +160,7 @@ def test_a_reorder_by_table_launches_less(steps, loop):
     assert steps[loop]["kernel"]["waits"] <= steps[loop]["on"]["waits"]
 
 
-# The first call has a part that raises; in the second one it does not, but all that have ended would.
+# The first call has a case that raises; in the second one it does not, but those of parts that have ended would.
 DRY_RUN = """
 import json, sys
 from pathlib import Path
@@ -169,18 +169,21 @@ import cuda_twin
 cuda_twin.install(sys.argv[1])
 import gpu_check
 
-def fail(dry):
+def fail():
     raise ValueError("it is to fail\\nin this call")
 
 def check(*failing):
-    with mock.patch.dict(gpu_check.PARTS, dict.fromkeys(failing, fail)):
-        return gpu_check.main(["--dry", "--page", "page.md"])
+    with mock.patch.dict(gpu_check.PARTS, dict.fromkeys(failing, lambda options: {"failing": fail})):
+        return gpu_check.main(["--dry", "--in-process", "--page", "page.md"])
 
 assert check("attention") == 1
 results = json.loads(Path("gpu-check.json").read_text())
-assert list(results) == list(gpu_check.PARTS)
-assert results["attention"] == {"error": "ValueError: it is to fail"}
-assert check("break_even", "parity", "generate", "tests") == 0
+assert list(results) == ["environment", *gpu_check.PARTS]
+assert results["attention"] == {"failing": {"error": "ValueError: it is to fail"}}
+del results["attention"]
+Path("gpu-check.json").write_text(json.dumps(results))
+with mock.patch.object(gpu_check.gpu_models, "_times", fail):
+    assert check() == 0
 """
 
 
@@ -193,15 +196,17 @@ def test_a_dry_run_of_gpu_check_writes_each_part(library, tmp_path):
     done = run_python("-c", DRY_RUN, str(library), path=path, cwd=tmp_path, **environment)
     assert not done.returncode, done.stdout + done.stderr
     results, page = json.loads((tmp_path / "gpu-check.json").read_text()), page_file.read_text()
-    assert list(results) == ["environment", "attention", "break_even", "parity", "generate", "tests", "sanitize"]
+    parts = ["environment", "smoke", "profile", "generate", "tests", "parity", "rates", "sanitize", "attention"]
+    assert list(results) == parts
+    assert len(results["smoke"]) == 6 and all(test["status"] == 0 for test in results["smoke"].values())
+    assert all(len(kernels) > 5 and kernels["us_of_a_step"] > 0 for kernels in results["profile"].values())
     assert all(way["equal_tokens"] == 1 for ways in results["generate"].values() for way in ways.values())
-    assert len(results["generate"]) == 8 + HAS_FAIRSEQ
+    assert len(results["generate"]) == 10 + HAS_FAIRSEQ
     assert all(ways["fastgen"]["replayed"] for ways in results["generate"].values())
-    for dtypes in results["parity"].values():
-        assert dtypes["float32"]["equal"] == 4 and all(cell["replayed"] for cell in dtypes.values())
+    for case, cell in results["parity"].items():
+        assert cell["replayed"] and (cell["equal"] == 4 or "bfloat16" in case)
     assert all(ways.keys() == {"stock", "torch's products", "fastgen"} for ways in results["attention"].values())
     assert "no-repeat n-gram (CUDA: " in page
-    assert results["break_even"].keys() == {"eager", "in a graph"} and "by the rates of an H200" in page
-    assert results["tests"]["status"] == 0 and "1 passed" in page
+    assert results["rates"].keys() == {"eager", "in a graph"} and "by the rates of an H200" in page
+    assert results["tests"]["all"]["status"] == 0 and "1 passed" in page
     assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page and "dry run" in page
-    assert page.count("beam 4") == sum("beam 4" in name for part in ("attention", "generate") for name in results[part])

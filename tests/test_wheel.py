@@ -21,6 +21,7 @@ PLAYER = REPOSITORY / "tests" / "helpers" / "kernel_player.py"
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("wheel"),  # otherwise each worker would make one, in two minutes
     pytest.mark.skipif(sys.platform != "linux", reason="other platforms have kernels of other names"),
 ]
 

@@ -35,7 +35,7 @@ NUMBERS: dict[str, tuple[str, type[int] | type[float], float, float, str]] = {
     "max_completion_tokens": ("max_new_tokens", int, 1, ANY, "a whole number, 1 or more"),
     "temperature": ("temperature", float, 0, ANY, "a number, 0 or more"),
     "top_p": ("top_p", float, 0, 1, "a number from 0 to 1"),
-    "top_k": ("top_k", int, 0, ANY, "a whole number, 0 or more"),
+    "top_k": ("top_k", int, -1, ANY, "a whole number, 0 or more, or -1"),
     "min_p": ("min_p", float, 0, 1, "a number from 0 to 1"),
     "repetition_penalty": ("repetition_penalty", float, sys.float_info.min, ANY, "a number above 0"),
     "n": ("num_return_sequences", int, 1, 128, "1 to 128"),  # OpenAI's limit

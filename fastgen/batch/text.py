@@ -191,6 +191,8 @@ class Bodies:
                 if not is_number or not least <= value <= most or kind(value) != value:
                     raise _refused(name, value, accepted)
                 settings[setting] = kind(value)
+        if settings.get("top_k") == -1:  # of servers: no limit, which generate writes as 0
+            settings["top_k"] = 0
         if (stops := body.get("stop")) is not None and stops != []:
             settings["stop_strings"] = [stops] if isinstance(stops, str) else stops
             if not isinstance(stops, (str, list)) or not all(

@@ -94,6 +94,14 @@ def test_bodies_set_warpers_and_penalties_as_generate_does(chat, tmp_path):
     assert texts(answers)[1:] == [[punished], [free]] and punished != free
 
 
+def test_a_body_with_top_k_of_minus_1_has_no_limit(chat, tmp_path):
+    drawn = {"max_tokens": 5, "temperature": 0.7, "seed": 3}
+    requests = [request(f"{top_k}", "word7", **drawn, top_k=top_k) for top_k in (-1, 0, -2)]
+    *free, refused = run(chat, tmp_path, requests, "--output_format", "openai", status=1)
+    assert texts(free)[0] == texts(free)[1]
+    assert "a whole number, 0 or more, or -1" in refused["error"]["message"]
+
+
 def test_bodies_set_template_variables_and_continue_messages(gpt2, tmp_path):
     end = "{% if add_generation_prompt %}word2 {% endif %}"
     thinking = "{% if enable_thinking is defined and not enable_thinking %}word3 {% endif %}"

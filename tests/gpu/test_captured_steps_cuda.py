@@ -27,6 +27,7 @@ BEAMS = {"num_beams": 4, **LONG}
 GREEDY = {"do_sample": False, **LONG}
 SAMPLES = {"do_sample": True, "num_return_sequences": 3, **LONG}
 WAYS = pytest.mark.parametrize("arguments", [BEAMS, GREEDY, SAMPLES], ids=("beams", "greedy", "samples"))
+NEVER = 9999  # an end that no row reaches, for which steps look
 ENDS = {"eos_token_id": list(range(3, 90, 6))}
 
 
@@ -90,10 +91,10 @@ def test_the_host_waits_for_no_step(monkeypatch, arguments):
     model = model_of("llama")
     inputs = inputs_on_gpu("llama")
     with capturing(smallest_capacity=64):
-        model.generate(**inputs, **{**arguments, "eos_token_id": None})
+        model.generate(**inputs, **arguments, eos_token_id=NEVER)
         monkeypatch.setattr(LateStopCheck, "exchange", watched)
         try:
-            model.generate(**inputs, **{**arguments, "eos_token_id": None})
+            model.generate(**inputs, **arguments, eos_token_id=NEVER)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert len(steps) == 40

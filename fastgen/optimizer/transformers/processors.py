@@ -65,6 +65,12 @@ BY_ROW = frozenset({
     "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor", "WhisperTimeStampLogitsProcessor",
 })  # fmt: skip
 
+# Those that return new scores and do not write into the old ones.
+RETURN_NEW = frozenset({
+    "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper",
+    "RepetitionPenaltyLogitsProcessor",
+})  # fmt: skip
+
 # The packages of the library and of the code that it calls.
 _LIBRARY = PYTHON | {"transformers", "torch", "fastgen"}
 
@@ -303,6 +309,11 @@ def parameters_of_rows(processors: Iterable[Any], rows: int) -> list[Reason]:
             if name not in _NOT_OF_ROWS and any(_may_be_of_rows(leaf, rows) for leaf in tree_leaves(value)):
                 names.append(f"{type(processor).__name__}.{name}")
     return that_hold(("PROCESSOR_BY_ROW", "{} may have an entry for each row", names))
+
+
+def may_write(processors: Any) -> bool:
+    """Whether one of these processors may write into the scores that the first one gets."""
+    return bool(processors) and not (type(processors[0]).__name__ in RETURN_NEW and _is_by_row(processors[0]))
 
 
 def _is_by_row(processor: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.generation.stopping_criteria import EosTokenCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from fastgen.config import CONFIG
 from fastgen.ops.probes import probe
@@ -27,7 +27,7 @@ from fastgen.optimizer.transformers import compat
 from fastgen.optimizer.transformers.checks import CallChecks, HostModel, LoopArguments, current_call
 from fastgen.optimizer.transformers.decode_step import LateStopCheck, TransformersDecodeStep, is_worth_compacting
 from fastgen.optimizer.transformers.outputs import Outputs, drop_unused_outputs
-from fastgen.optimizer.transformers.processors import writing_processors
+from fastgen.optimizer.transformers.processors import may_write, writing_processors
 from fastgen.optimizer.transformers.row_draws import RowDraws
 
 # Random integers drawn in one piece; and the number below which torch draws faster, if no row has ended.
@@ -119,7 +119,7 @@ def _may_draft(checks: CallChecks, steps: int) -> bool:
 
 @check(DRAFTS)
 def unwanted_drafts(costs: CostModel, size: ModelSize, rows: int, steps: int) -> list[Reason]:
-    """Returns why it is not worthwhile to look for drafts in a call of so many steps."""
+    """Returns why it is not worthwhile to look for drafts in a call of `steps` steps."""
     step = size.step(rows)
     least = costs.min_computed * costs.seconds(Work(step.modules))
     return that_hold(
@@ -130,7 +130,7 @@ def unwanted_drafts(costs: CostModel, size: ModelSize, rows: int, steps: int) ->
 
 
 def _can_end_early(input_ids: Tensor, stopping_criteria: Any, config: Any) -> bool:
-    """Whether some of several rows may end before others, on a CPU.
+    """Whether some of several rows may end before other rows, on a CPU.
 
     Not with no_repeat_ngram_size 1: a row that has ended may have no token left, for which the library raises an error.
     """
@@ -146,7 +146,7 @@ class TokenLoop:
     `[rows]`; row_index: their indices among all_rows rows. finished: indices and tokens of the batch before each
     compaction. late_stop: reads the end one step late, so that the host does not wait for the device, or None.
     draws_itself: whether tokens are drawn with `_draw`. drew_for_padding: whether a padding token was fed and a token
-    drawn from its logits.
+    drawn from its logits. criteria, lengths: the stopping criteria; those of the length are evaluated on the host.
     """
 
     def __init__(self, input_ids: Tensor, config: Any, step: TransformersDecodeStep, compacts: bool) -> None:
@@ -168,22 +168,28 @@ class TokenLoop:
     def run(self, stopping_criteria: Any, streamer: Any = None) -> Any:
         """Returns what the library returns: sequences `[rows, length]`, or a dictionary."""
         self.pads = self.pad is not None and any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        self.criteria = stopping_criteria
+        self.lengths: list[MaxLengthCriteria] = []
+        if self.step.checks.stops_by_row:
+            self.lengths = [each for each in stopping_criteria if type(each) is MaxLengthCriteria]
+            rest = [each for each in stopping_criteria if type(each) is not MaxLengthCriteria]
+            self.criteria = rest[0] if len(rest) == 1 else type(stopping_criteria)(rest)
         logits = self.step.logits(self.input_ids)
         with compat.optimized_for_decode(self.step.model):
-            while not self.advance(logits, stopping_criteria, streamer):
+            while not self.advance(logits, streamer):
                 if self.compacts:
                     self.compact()
                 logits = self.step.logits(self.input_ids)
         if streamer is not None:
             streamer.end()
-        if self.pad is None or not self.finished:  # without padding no row ends before the others
+        if self.pad is None or not self.finished:  # without padding no row ends before the rest
             return self.outputs.of(self.input_ids, self.step)
         output = self.pad.repeat(self.all_rows, self.input_ids.shape[1])
         for rows, tokens in [*self.finished, (self.row_index, self.input_ids)]:
             output[rows, : tokens.shape[1]] = tokens
         return output
 
-    def advance(self, logits: Tensor, stopping_criteria: Any, streamer: Any) -> bool:
+    def advance(self, logits: Tensor, streamer: Any) -> bool:
         """Adds a token to each row, and returns whether all rows have ended."""
         processors, draws = self.step.processors, self.config.do_sample
         collects = self.outputs.collects
@@ -191,7 +197,7 @@ class TokenLoop:
         by_row = processors[-1] if draws_by_row else None
         if by_row is not None:
             processors = type(processors)(processors[:-1])
-        if processors or collects:  # the next forward may overwrite them
+        if collects or may_write(processors):  # the next forward may overwrite them
             logits = logits.clone()
         scores = processors(self.input_ids, logits) if processors else logits
         self.outputs.add(logits, scores)
@@ -207,29 +213,40 @@ class TokenLoop:
         self.input_ids = torch.cat([self.input_ids, tokens[:, None]], dim=1)
         if streamer is not None and not compat.STREAMS_AFTER_CRITERIA:
             streamer.put(tokens.cpu())
-        ended = stopping_criteria(self.input_ids, self.outputs.scores)
-        if ended.dtype != torch.bool:  # of a program's criteria; the library counts with integers
-            ended = ~(self.unfinished.long() & ~ended).bool()
-        self.unfinished = self.unfinished & ~ended
+        is_last = self.has_full_length()
+        if self.criteria:
+            ended = self.criteria(self.input_ids, self.outputs.scores)
+            if ended.dtype != torch.bool:  # of a program's criteria; the library counts with integers
+                ended = ~(self.unfinished.long() & ~ended).bool()
+            self.unfinished = self.unfinished & ~ended
         if streamer is not None and compat.STREAMS_AFTER_CRITERIA:
             streamer.put(tokens.cpu())
+        if not self.criteria:
+            return is_last
         has_ended = ~self.unfinished.any()
         if self.late_stop is None:
-            return bool(has_ended)
+            return is_last or bool(has_ended)
         if self.late_stop.exchange(has_ended):  # this step was superfluous
             if before is not None:
                 self.random.set_state(before)
             self.input_ids = self.input_ids[:, :-1]
             return True
-        return self.input_ids.shape[1] >= self.config.max_length
+        return is_last or self.input_ids.shape[1] >= self.config.max_length
+
+    def has_full_length(self) -> bool:
+        """Whether a criterion of the length ends all rows: it gets no tokens, and is not computed on the device."""
+        tokens = torch.empty((1, 1), dtype=torch.int64, device="cpu").expand(1, self.input_ids.shape[1])
+        ends = [bool(criterion(tokens, None)) for criterion in self.lengths]  # each may warn
+        return any(ends)
 
     def drawn(self, probs: Tensor) -> Tensor:
         """Draws a token per row from probabilities `[rows, vocabulary_size]`; any token for a row that gets padding."""
+        if not self.draws_itself or probs.shape[:-1] != self.unfinished.shape:
+            return torch.multinomial(probs, num_samples=1).squeeze(1)
         live = self.unfinished if self.pads else torch.ones_like(self.unfinished)
-        draws_itself = self.draws_itself and probs.shape[:-1] == live.shape
-        all_unfinished = draws_itself and len(probs) == self.all_rows and bool(live.all())
-        is_torchs = not draws_itself or (all_unfinished and probs.numel() < MIN_ELEMENTS_TO_DRAW)
-        if is_torchs or not probs.sum().isfinite():  # raises an error if probs are not finite
+        all_unfinished = len(probs) == self.all_rows and bool(live.all())
+        is_small = all_unfinished and probs.numel() < MIN_ELEMENTS_TO_DRAW
+        if is_small or not probs.sum().isfinite():  # raises an error if probs are not finite
             return torch.multinomial(probs, num_samples=1).squeeze(1)
         if all_unfinished:
             return _draw(probs, self.all_rows, self.row_index)

@@ -54,7 +54,7 @@ __version__ = "0.1.0"
 
 
 def enable() -> None:
-    """Patches the libraries that are imported, and the others when they are imported; importing fastgen does this.
+    """Patches the libraries that are imported, and the rest when they are imported; importing fastgen does this.
 
     Patches that have failed, see `status()`, are tried again. Does nothing under FASTGEN_DISABLE=1.
     """
@@ -131,8 +131,8 @@ def verify(model: Any, inputs: Any, **generate_kwargs: Any) -> Verification:
     with a sample. generate_kwargs: the arguments of its `generate`. The result has `equal`; the first `difference` with
     its step and row, the scores of both sequences and their gap; seconds and bytes of both calls; `speedup`, which is
     None if the seconds differ too much from turn to turn, or are too few; `as_dict()` and a text. `generate` is called
-    at least 14 times: the first two calls are compared, the next two measured for memory, the others timed in turns.
-    The random state is restored afterwards.
+    at least 14 times: the first two calls are compared, the next two measured for memory, the rest timed in turns. The
+    random state is restored afterwards.
     """
     from fastgen.optimizer.decoding import verify
 
@@ -181,7 +181,7 @@ def token_log_probs(
         log_probs = fastgen.token_log_probs(model, input_ids, attention_mask, completion_length=64)
 
     model: a decoder-only model of transformers. input_ids, attention_mask: int64 `[rows, length]`, prompts padded on
-    the left and completions on the right, as trainers make them; None stands for a mask of ones. completion_length: the
+    the left and completions on the right, as trainers make them; None means a mask of ones. completion_length: the
     number of last columns to score, less than `length`. temperature: divides the logits. entropy: whether to return the
     pair of log-probabilities and entropies of the same distributions. Both are float32, float64 if the model is, and 0
     for tokens that the mask hides or that follow a hidden one.

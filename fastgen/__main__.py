@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=_PROG,
         usage=f"{_PROG} [-h] [--version] [SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...] | verify MODEL INPUT ...]",
         description="Runs a program under fastgen as python would run it. Without a program, shows the versions, "
-        "which patches are applied and which kernels are usable, and why the others are not. verify compares a model "
+        "which patches are applied and which kernels are usable, and why the rest are not. verify compares a model "
         f"without fastgen and with it: see {_PROG} verify --help.",
     )
     parser.add_argument("--version", action="version", version=f"fastgen {fastgen.__version__}")
@@ -168,7 +168,7 @@ def _rates() -> list[str]:
 
 
 def _usable_and_not(kernels: Sequence[Kernel]) -> tuple[str, str]:
-    """Returns the names of the usable kernels, the first choice first, and the others with the reasons against them."""
+    """Returns the names of the usable kernels, the first choice first, and the rest with the reasons against them."""
     by_reason: dict[str, list[str]] = {}
     for kernel in kernels:
         by_reason.setdefault("; ".join(kernel.unsupported_reasons()), []).append(kernel.name)

@@ -7,7 +7,7 @@ function. After an error in fastgen's work, `Fallback` decides what the caller g
 |---|---|---|
 | of user code that was called back, or of the original | nothing | the error |
 | of fastgen | what `undo` restores, in each context | the original's result or error; in strict mode, fastgen's error |
-| KeyboardInterrupt and others that are no `Exception` | nothing | the error |
+| KeyboardInterrupt and other errors that are not an `Exception` | nothing | the error |
 
 Tests: tests/test_provenance.py, tests/patching/test_fallback.py
 """

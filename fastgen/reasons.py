@@ -38,8 +38,8 @@ CODES: dict[str, dict[str, str]] = {
     },
     "The call": {
         "NO_CALL": (
-            "no `generate` of this thread, or no scoring if `explain` is asked for it, has gone through fastgen; calls "
-            "inside `fastgen.disabled()` are not reported"
+            "no `generate` of this thread, or no scoring if `explain` is called for it, has gone through fastgen; "
+            "calls inside `fastgen.disabled()` are not reported"
         ),
         "NO_PATCH": (
             "no patch is active, or some of a library are not: its version, a switch, an error; `fastgen.status()` "
@@ -100,7 +100,7 @@ CODES: dict[str, dict[str, str]] = {
         "IMAGES_DIFFER": "equal rows of the prompt have different images or videos",
         "PADDING_INSIDE": "a mask hides tokens between visible ones, or all tokens of a row",
         "ROWS_DIFFER": "the rows of an input are not equal",
-        "ROWS_NOT_MULTIPLE": "the number of rows is no multiple of beams, samples or inputs",
+        "ROWS_NOT_MULTIPLE": "the number of rows is not a multiple of beams, samples or inputs",
         "SHAPES": "an operation does not support these shapes or dtypes",
     },
     "The KV cache": {
@@ -190,7 +190,7 @@ CODES: dict[str, dict[str, str]] = {
         "MAY_SYNC": "the forward may synchronise with the device: transformers does not mark it as compilable",
         "MIXED": "weights and inputs have several dtypes or devices",
         "NGRAMS_READ": "the dictionaries of the encoder's n-grams were read, and may have been changed",
-        "NGRAM_SIZE": "the size of n-grams is no positive integer",
+        "NGRAM_SIZE": "the size of n-grams is not a positive integer",
         "NO_ONEDNN": "this build of torch has no oneDNN",
         "OUT_OF_MEMORY": "no memory for static buffers",
         "POSITIONS": (

@@ -1,4 +1,5 @@
-"""Checks words: of Python files their docstrings, names and tests; of pages and of comments in C++ the plain words.
+"""Checks words: of Python files their docstrings, names and tests; of pages, of comments in C++, and of comments and
+strings of the package the plain words.
 
     python tools/words.py fastgen tests docs csrc README.md
     python tools/words.py --counts fastgen tools
@@ -13,13 +14,16 @@ With --counts it prints instead how often Python files use words of `COUNTED`, w
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 OPENINGS = ("Of", "As", "Those", "That")
+PACKAGE = "fastgen"  # whose comments and strings are checked as well
 NAMES = frozenset({"found", "given", "known", "made", "kept", "one"})
 MOST_CHARACTERS = 60
 
@@ -41,6 +45,7 @@ PLAIN = (
     (r"\d[\d.]* to [\d.]*\d times|\d times as \w+|\d times the speed", "1.1–2.3×"),
 )
 PLAIN_WORDS = [(re.compile(rf"(?<![\w`-])({words})(?![\w`-])", re.IGNORECASE), better) for words, better in PLAIN]
+FIELD = re.compile(r"\{[^{}\n]*\}")  # of an f-string
 CODE = re.compile(r"`[^`\n]*`|\]\([^)\n]*\)|https?://\S+")
 BEGIN_GENERATED = re.compile(r"<!-- (tools/generated_pages\.py|measured|make matrix|gpu-check: begin) -->")
 END_GENERATED = re.compile(r"<!-- (end|end of make matrix|gpu-check: end) -->")
@@ -69,6 +74,8 @@ def main(arguments: list[str]) -> int:
             print(f"{count:6} {word}")
         return 0
     findings = [(file, line, text) for file in files for line, text in CHECKS[file.suffix](texts[file])]
+    package = [file for file in files if is_python(file) and file.parts[0] == PACKAGE]
+    findings += [(file, line, text) for file in package for line, text in check_prose(texts[file])]
     for file, line, text in findings:
         print(f"{file}:{line}: {text}")
     return 1 if findings else 0
@@ -170,6 +177,18 @@ def check_page(text: str) -> list[Finding]:
 def check_comments(text: str) -> list[Finding]:
     """Returns the findings in the comments of a C++ file."""
     return plain_words(line.partition("//")[2] for line in text.splitlines())
+
+
+def check_prose(source: str) -> list[Finding]:
+    """Returns the findings in the comments of a Python file, and in its strings of several words."""
+    lines = [""] * (source.count("\n") + 1)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        is_message = token.type == tokenize.STRING and " " in token.string
+        if is_message or token.type == tokenize.COMMENT:
+            text = FIELD.sub(lambda field: " " * len(field[0]), token.string)
+            for number, line in enumerate(text.splitlines(), start=token.start[0] - 1):
+                lines[number] += " " + line
+    return plain_words(lines)
 
 
 def plain_words(lines: Iterable[str]) -> list[Finding]:

@@ -88,7 +88,7 @@ class AudioInput:
     def _fill(self, item: Item, path: str) -> None:
         name = " ".join(path.splitlines())
         if item.line.cut:
-            raise RecordError(f"has more than {len(item.line.raw)} bytes, and no path has so many")
+            raise RecordError(f"has more than {len(item.line.raw)} bytes, and no path is that long")
         extractor = self._extractor
         most = None if self._is_long_form else getattr(extractor, "n_samples", None)
         try:
@@ -173,7 +173,7 @@ def _sources(path: Path) -> Iterator[tuple[Any, bool]]:
 
 
 def _mp3_sources(path: Path) -> Iterator[tuple[int, bool]]:
-    """Yields the descriptor of an MP3, moved to each place where libsndfile has stopped; see `_sources`.
+    """Yields the descriptor of an MP3, moved to each position where libsndfile has stopped; see `_sources`.
 
     libsndfile stops after the number of frames in the first header, or else after an estimate from the size, or where
     the rate changes.
@@ -192,7 +192,7 @@ def _mp3_sources(path: Path) -> Iterator[tuple[int, bool]]:
 
 
 def _opens(file: FileIO, place: int) -> bool:
-    """Whether libsndfile recognises a sound at a place of a file; an MP3 may begin in the middle of a frame."""
+    """Whether libsndfile recognises a sound at a position in a file; an MP3 may begin in the middle of a frame."""
     import soundfile
 
     file.seek(place)
@@ -213,7 +213,7 @@ def _mp3_has_length(data: bytes, start: int) -> bool:
 def _samples(path: Path, source: Any, has_length: bool, heard: float, most: float) -> tuple[np.ndarray, int]:
     """Returns the samples [S] of one sound, and their rate. Raises RecordError for a sound that is not complete.
 
-    heard: seconds of the sounds before it in the file. most: seconds that the model accepts.
+    `heard`: seconds of the sounds before it in the file. most: seconds that the model accepts.
     """
     import soundfile
 
@@ -228,7 +228,7 @@ def _samples(path: Path, source: Any, has_length: bool, heard: float, most: floa
     if len(sound) > limit:
         lasts = heard + frames / rate
         accepted = f"accepted: up to {most:g} s"
-        raise RecordError(f"lasts {lasts:g} s, and MODEL hears {most:g} s ({accepted})")
+        raise RecordError(f"lasts {lasts:g} s, and MODEL transcribes {most:g} s ({accepted})")
     if has_length:
         _check_complete(path, len(sound), frames, rate, log)
     return sound.mean(axis=1), rate
@@ -238,8 +238,8 @@ def _check_complete(path: Path, frames_read: int, frames: int, rate: int, log: s
     """Raises RecordError if a sound is shorter than its header says; warns if only a few bytes are missing.
 
     frames: libsndfile's number; log: libsndfile's log of opening the file. libsndfile corrects a header by the size of
-    the file, and logs that. Programs that write to a pipe put an impossible size into the header, others that of the
-    whole file.
+    the file, and logs that. Programs that write to a pipe put an impossible size into the header; other programs put
+    the size of the whole file there.
     """
     corrected = CORRECTED_SIZE.search(log)
     if corrected is not None and int(corrected[1]) < SIZE_OF_STREAMS:

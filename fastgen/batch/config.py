@@ -57,7 +57,7 @@ OTHER_NAMES = {
 }
 # Settings of the run that set these settings of generate.
 ASKS_FOR = {"forced_bos_token": "forced_bos_token_id", "tgt_lang": "forced_bos_token_id", "src_lang": "language"}
-# Settings of generate that cannot be set. settings.py detects names that are no settings.
+# Settings of generate that cannot be set. settings.py detects names that are not settings.
 REFUSED_SETTINGS = (
     *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
     *("return_segments", "return_token_timestamps", "streamer", "logits_processor", "stopping_criteria"),
@@ -327,7 +327,7 @@ class BatchConfig:
             raise InputError(f"{asked} does not go with one line of text per input (accepted: {ways})")
 
     def _check_contradictions(self) -> None:
-        """Raises InputError for settings of which only one is accepted, and for those that need another one."""
+        """Raises InputError for settings that exclude each other, and for those that need another one."""
         rivals = [(each.name, *each.metadata["not_with"]) for each in settings_of_run() if self.setting(each.name)]
         asked = [[self.setting(name) for name in names] for names in (*rivals, ("max_length", "max_new_tokens"))]
         settings = [(name, self.named(name, value)) for name, value in self.gen]

@@ -61,7 +61,7 @@ def _is_missing(name: str) -> bool:
 def check_device(asked: str, device: str | None) -> None:
     """Raises InputError if this is a GPU and torch cannot use any; a build without CUDA need not be imported for that.
 
-    asked: the setting and its value in the form for messages.
+    `asked`: the setting and its value in the form for messages.
     """
     spec = find_spec("torch")
     if not (device or "").startswith("cuda") or spec is None or spec.origin is None:

@@ -121,7 +121,7 @@ def opened(flag: str, path: str, raw: bool = False, as_records: bool = False) ->
     except broken as error:
         if not isinstance(error, OSError) or (path.endswith(COMPRESSED) and error.errno is None):
             kind = "gzip" if path.endswith(".gz") else path.rpartition(".")[2]
-            raise InputError(f"{path}: is no {kind} file, or only a part of one ({error})") from error
+            raise InputError(f"{path}: is not a valid {kind} file, or only a part of one ({error})") from error
         error.filename = error.filename or ("standard input" if path == STREAM else path)
         raise
 

@@ -84,7 +84,7 @@ class TextGenerator:
             return list(self.iterate(inputs))
         if self._text_field not in names:
             accepted = ", ".join(map(str, names))
-            raise InputError(f"text_field={self._text_field!r} is no column (accepted: {accepted})")
+            raise InputError(f"text_field={self._text_field!r} is not a column (accepted: {accepted})")
         columns = {name: inputs[name] for name in names}
         columns = {name: each.to_pylist() if hasattr(each, "to_pylist") else each for name, each in columns.items()}
         records = list(self.iterate(columns[self._text_field]))

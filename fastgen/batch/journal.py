@@ -56,7 +56,7 @@ class StreamOutput:
 
     def __init__(self, output: str) -> None:
         self._name = "standard output" if output == STREAM else output
-        # A file to which a descriptor is redirected is not opened again: that would lose its place in it.
+        # A file to which a descriptor is redirected is not opened again: that would lose its position in it.
         descriptor = files.descriptor_of(output)
         self._descriptor = os.open(output, os.O_WRONLY) if descriptor is None else os.dup(descriptor)
         self._early: dict[int, Entry] = {}
@@ -73,7 +73,7 @@ class StreamOutput:
         return None
 
     def write(self, entries: list[Entry]) -> None:
-        """Adds a batch. Raises BrokenPipeError if the reader is gone."""
+        """Adds a batch. Raises BrokenPipeError if the reader has closed the pipe."""
         self._early.update((entry.number, entry) for entry in entries)
         ready: list[Entry] = []
         while (entry := self._early.pop(self.records + len(ready) + 1, None)) is not None:
@@ -100,7 +100,7 @@ class StreamOutput:
 
 
 class Journal(StreamOutput):
-    """OUTPUT as a file with its journal, of which this run holds the lock."""
+    """OUTPUT as a file with its journal, whose lock this run holds."""
 
     def __init__(self, args: BatchConfig, say: Callable[[str], None] = lambda said: None) -> None:
         """Raises InputError if OUTPUT or OUTPUT.part may not be written, or cannot be resumed. say: prints problems."""
@@ -124,7 +124,7 @@ class Journal(StreamOutput):
         return self._part.signature
 
     def _check(self) -> None:
-        """Reads what OUTPUT and OUTPUT.part hold. Raises InputError if this run may not go on from there."""
+        """Reads what OUTPUT and OUTPUT.part hold. Raises InputError if this run may not continue from there."""
         retry = self._args.setting("retry_failed")
         self.completed = self._completed() if self._args.resume or retry else None
         if retry:
@@ -183,7 +183,7 @@ class Journal(StreamOutput):
         return not changes
 
     def _signed(self, signature: dict[str, Any]) -> dict[str, Any]:
-        """Returns the signature of the journal: that of a retry also says of which OUTPUT."""
+        """Returns the signature of the journal: that of a retry also identifies its OUTPUT."""
         return signature if self.failed is None else signature | {CONTENT: _content(self.completed or {})}
 
     def _check_records(self, before: dict[str, Any], now: dict[str, Any]) -> None:

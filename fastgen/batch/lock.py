@@ -81,7 +81,9 @@ class JournalLock:
 
     def _message(self) -> str:
         gone = (
-            f"; {self._resume} takes the lock over if that run's machine is gone" if self._path != self._native else ""
+            f"; {self._resume} takes the lock over if that run's machine no longer exists"
+            if self._path != self._native
+            else ""
         )
         return f"{self._owner()}, by its lock {self._path} (wait for it, or end it{gone})"
 

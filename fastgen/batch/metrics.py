@@ -74,7 +74,7 @@ def scores_of_output(
 
 
 def score(outputs: list[str], references: list[str], transcripts: bool = False) -> dict[str, Any]:
-    """Returns the scores of `outputs` against as many `references`.
+    """Returns the scores of `outputs` against the same number of `references`.
 
     rouge1, rouge2, rougeL: mean F1 over the lines, 0 to 1. bleu, chrf: sacrebleu's corpus scores, 0 to 100. Signatures
     say how these were computed. exact_match: the share of lines that are equal except for

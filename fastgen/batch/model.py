@@ -26,7 +26,7 @@ from fastgen.batch.signature import misspelt, model_folder
 from fastgen.batch.values import TODAY
 
 LONGEST_LIST = 100  # characters of names of weights in a message
-# Models that compute positions for any number of tokens; the number in the config is no limit.
+# Models that compute positions for any number of tokens; the number in the config is not a limit.
 GROWING_POSITIONS = ("fsmt", "m2m_100", "nllb-moe", "xglm")
 # The name of the function by which a chat template reads the clock, and a macro of this name, with %s for a table that
 # turns the codes of strftime into text. The library passes only plain values to a template, no functions.
@@ -178,7 +178,7 @@ def set_date(loaded: Loaded) -> BatchConfig:
 
 
 def _dated(template: str, date: datetime) -> str:
-    """Returns a chat template in which the macro takes the place of the library's function that reads the clock."""
+    """Returns a chat template in which the macro replaces the library's function that reads the clock."""
     codes = [f"%{flag}{letter}" for flag in ("", "-") for letter in string.ascii_letters]
     table = {"%%": "\0"} | {code: date.strftime(code) for code in codes}
     return DATE_MACRO.replace("%s", json.dumps(table), 1) + template

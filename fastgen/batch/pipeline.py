@@ -155,7 +155,7 @@ class Prefetcher(Ahead[Batch]):
 
 
 class Runner(Protocol):
-    """Runs batches: `SplitOnOOM` in this process, `workers.Workers` in others.
+    """Runs batches: `SplitOnOOM` in this process, `workers.Workers` in other processes.
 
     collates: whether batches need their tensors. load: loads the task, and fills its `args` with the sizes of batches.
     run: yields each batch with the parts generated for it, in any order; after a request to stop, only batches in
@@ -279,7 +279,7 @@ class Pipeline:
     """Passes batches to a runner. Threads after it finish what was generated and call `write`, batch by batch.
 
     write: takes the items to write after a batch, and the amount generated for it. threads: their number. gives_up:
-    whether to stop after several batches of which every item fails.
+    whether to stop after several batches in which every item fails.
     """
 
     def __init__(
@@ -298,11 +298,11 @@ class Pipeline:
     def run(self, batches: Ahead[Batch]) -> Iterator[None]:
         """Yields after each batch; after a request to stop, finishes the batch in flight and ends.
 
-        Batches of which every item fails are held back until another one succeeds, because the cause may not be their
+        Batches in which every item fails are held back until another one succeeds, because the cause may not be their
         lines. Raises RunError if there are several, which a resumed run generates again.
         """
         held: list[tuple[Batch, list[Any]]] = []
-        failed: list[Item] = []  # the first item of each consecutive batch of which every line failed
+        failed: list[Item] = []  # the first item of each consecutive batch in which every line failed
         for batch, parts in self._runner.run(batches, self._stop):
             held.append((batch, parts))
             if any(item.error is None for item in batch.items) or not self._gives_up:

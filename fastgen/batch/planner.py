@@ -1,8 +1,8 @@
 """Planning of batches: lines of similar length share a batch, up to the sizes in the settings.
 
-A batch costs as many steps as its longest output, and as many positions as its longest input for each of its rows. So a
-window of lines is read ahead, sorted by length and cut. The cuts depend on INPUT and flags only: every run, also a
-resumed one, has the same batches with the same numbers.
+A batch costs the steps of its longest output, and for each of its rows the positions of its longest input. So a window
+of lines is read ahead, sorted by length and cut. The cuts depend on INPUT and flags only: every run, also a resumed
+one, has the same batches with the same numbers.
 
 Tests: tests/batch/test_planner.py, tests/batch/test_default_batch.py, tests/batch/test_heads.py
 """
@@ -71,11 +71,11 @@ class Item:
 
 @dataclass(slots=True)
 class Batch:
-    """Items for one call of generate, and others that need no call but are written with them.
+    """Items for one call of generate, and items that need no call but are written with them.
 
     number: counts the batches with items, from the first line of their window on. inputs: the items' inputs, padded,
-    [B, N, …]. head: the number of first tokens that all items of the batch, and others of its window, have in common;
-    0 if that is not used.
+    [B, N, …]. head: the number of first tokens that all items of the batch, and other items of its window, have in
+    common; 0 if that is not used.
     """
 
     items: list[Item]
@@ -174,7 +174,7 @@ class Planner:
         yield from self._sorted(waiting)
 
     def _sorted(self, items: list[Item]) -> list[Batch]:
-        """Returns the batches of items with common first tokens, if they fill one; then those of all others."""
+        """Returns the batches of items with common first tokens, if they fill one; then those of the rest."""
         by_beginning: dict[bytes, list[Item]] = {}
         for item in items if self.by_head else ():
             if item.arrays is not None and item.length > LEAST_HEAD:
@@ -244,7 +244,7 @@ def make_planner(args: BatchConfig, loaded: Loaded, in_order: bool, by_head: boo
     window_tokens = math.inf
     if args.window is None and padded_tokens is not None:
         window_tokens = BATCHES_PER_WINDOW * padded_tokens
-    # Long recordings: as many frames as the same number of recordings of Whisper's window have.
+    # Long recordings: at most the frames that the same number of recordings of Whisper's window have.
     if (at_once := getattr(loaded.feature_extractor, "nb_max_frames", None)) is not None:
         window_tokens = min(window_tokens, window * at_once)
     merges = not in_order and not loaded.value("do_sample")
@@ -306,6 +306,6 @@ def total_memory(device: torch.device) -> int:
     with suppress(AttributeError, ValueError, OSError):  # Windows has no sysconf
         sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in LIMITS_OF_CONTAINERS:
-        with suppress(OSError, ValueError):  # "max" is no limit
+        with suppress(OSError, ValueError):  # "max" means no limit
             sizes.append(int(Path(path).read_text()))
     return min(sizes)

@@ -255,7 +255,7 @@ def quoted(value: Any) -> str:
 
 
 def ignored_fields(body: dict[str, Any]) -> list[str]:
-    """Returns the names of the fields of a request's body that change nothing here; null is no value."""
+    """Returns the names of the fields of a request's body that change nothing here; null is not a value."""
     return sorted(name for name, value in body.items() if value is not None and name not in (*NUMBERS, *OTHER_FIELDS))
 
 
@@ -293,7 +293,7 @@ def _text(item: Item, args: BatchConfig) -> bytes:
 def _jsonl(item: Item, args: BatchConfig) -> bytes:
     """Returns a record with the fields of the line's own record, or else its number, and what was generated.
 
-    A line that is no record, or that is nested too deeply to be written, is identified by its number only.
+    A line that is not a record, or that is nested too deeply to be written, is identified by its number only.
     """
     if args.reads_records:
         with suppress(RecordError, RecursionError):

@@ -223,7 +223,7 @@ class _Writer:
 
 
 def _say_what_was_done(task: Task, asked: BatchConfig, copied: int, progress: Progress) -> None:
-    """Says what a user may want to know after a run. asked: the settings before MODEL was loaded."""
+    """Says what a user may want to know after a run. `asked`: the settings before MODEL was loaded."""
     args = task.args
     if task.sounds is not None:
         progress.note(f"the sounds are in {task.sounds.folder}")
@@ -299,7 +299,7 @@ def _lines(args: BatchConfig, surveyed: files.Survey | None) -> int | None:
 def _chunks(task: Task, output: StreamOutput, lines: int | None) -> Iterator[list[files.Line]]:
     """Yields the lines of this run.
 
-    Raises InputError if the first line of a stream cannot be used, or a file has not as many `lines` as before.
+    Raises InputError if the first line of a stream cannot be used, or a file no longer has this number of `lines`.
     """
     args, failed = task.args, output.failed
     is_stream = files.is_stream(args.input)

@@ -243,7 +243,7 @@ def _of_whisper(args: BatchConfig, config: Any) -> dict[str, Any]:
     from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
     if args.tgt_lang is not None:
-        other = "Whisper writes the language it hears, or English (the setting task=translate of generate)"
+        other = "Whisper writes the spoken language, or English (the setting task=translate of generate)"
         raise InputError(f"{args.setting('tgt_lang')}: {other}")
     if args.src_lang is None:
         return {}

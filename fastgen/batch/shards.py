@@ -3,9 +3,9 @@
     window of lines  0  1  2  3  4  5  6          windows share no batch, see planner.py
     shard            0  1  2  0  1  2  0 1 2      three shards, each with its own OUTPUT and journal
 
-All shards together make the batches of a single run, with the same numbers, and so write the same records. As many
-windows as give each shard the same number go to the shards in turn. The rest, at most as many windows as shards, is
-divided by batches: the shards that share a window plan all of it, and each generates its own batches.
+All shards together make the batches of a single run, with the same numbers, and so write the same records. Windows go
+to the shards in turn, the same number to each. The rest, no more windows than shards, is divided by batches: the
+shards that share a window plan all of it, and each generates its own batches.
 
 Tests: tests/batch/test_shards.py
 """
@@ -91,7 +91,7 @@ def _with_numbers(args: BatchConfig, environ: Mapping[str, str]) -> BatchConfig:
 def place(environ: Mapping[str, str]) -> tuple[int, int | None] | None:
     """Returns the index of this process and their number from a launcher's variables; None for what is missing.
 
-    Empty variables count as unset. Raises InputError for others without a number.
+    Empty variables count as unset. Raises InputError for other variables without a number.
 
     The index is the launcher's own: a part of an array (--array=3,6) means the shards with these numbers. Jobs of an
     array, of Slurm or Kubernetes, may have several processes each.
@@ -114,7 +114,7 @@ def _number(environ: Mapping[str, str], name: str, unset: int = 0) -> int:
     if (value := environ.get(name)) is None:
         return unset
     if not value.isdecimal():
-        raise InputError(f"auto: {name}={value} is no number (accepted: a whole number from 0 on)")
+        raise InputError(f"auto: {name}={value} is not a number (accepted: a whole number from 0 on)")
     return int(value)
 
 
@@ -147,7 +147,7 @@ class Share:
         return self.lines // in_turn * in_turn
 
     def chunks(self, chunks: Iterable[list[files.Line]]) -> Iterator[list[files.Line]]:
-        """Yields the lines of the windows of which this shard has batches."""
+        """Yields the lines of the windows in which this shard has batches."""
         for chunk in chunks:
             for window, lines in groupby(chunk, key=lambda line: (line.number - 1) // self.window):
                 if self.has(window):

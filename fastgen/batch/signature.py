@@ -64,10 +64,10 @@ def model_folder(model: str) -> Path | None:
 
 
 def misspelt(model: str) -> str:
-    """Returns the message for a MODEL that could not be loaded, is no folder and resembles `demo`; else empty."""
+    """Returns the message for a MODEL that could not be loaded, is not a folder and resembles `demo`; else empty."""
     if model_folder(model) is not None or not get_close_matches(model, [BUILT_IN]):
         return ""
-    return f"MODEL {model}: is no folder, and was not found on the hub (did you mean {BUILT_IN}?)"
+    return f"MODEL {model}: is not a folder, and was not found on the hub (did you mean {BUILT_IN}?)"
 
 
 def with_commit(signed: dict[str, Any], config: Any) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def with_commit(signed: dict[str, Any], config: Any) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Returns the changes between two signatures, in words; an unknown commit is no change."""
+    """Returns the changes between two signatures, in words; an unknown commit is not a change."""
     changes = []
     for name in [*now, *(name for name in before if name not in now and name != "MODEL's commit")]:
         old, new = before.get(name), now.get(name)

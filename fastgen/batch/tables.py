@@ -17,7 +17,7 @@ from typing import Any
 from fastgen.batch.errors import InputError, check_packages, reason
 
 DELIMITERS = {"CSV": ",", "TSV": "\t"}
-LONGEST_FIELD = 1 << 24  # characters; a quote that is not closed goes on to the end of the file
+LONGEST_FIELD = 1 << 24  # characters; a quote that is not closed extends to the end of the file
 ROWS_AT_ONCE = 1024
 
 
@@ -81,7 +81,7 @@ def _rows_of_arrow(table: Any, kind: str) -> Iterator[dict[str, Any]]:
 
 
 def _is_arrow_file(table: Any) -> bool:
-    """Whether it is a file that can be read from any place, such as pandas' Feather; `datasets` writes streams."""
+    """Whether it is a file that can be read from any position, such as pandas' Feather; `datasets` writes streams."""
     mark = table.read(6)
     table.seek(0)
     return mark == b"ARROW1"
@@ -90,5 +90,5 @@ def _is_arrow_file(table: Any) -> bool:
 def _as_text(value: Any) -> str:
     """Returns a value that JSON lacks as text. Raises TypeError for bytes."""
     if isinstance(value, bytes):
-        raise TypeError("a column holds bytes, which are no text; accepted: a table without such columns")
+        raise TypeError("a column holds bytes, which are not text; accepted: a table without such columns")
     return value.isoformat() if hasattr(value, "isoformat") else str(value)

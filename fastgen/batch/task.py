@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fastgen.batch.text import TextInput, TextOutput
     from fastgen.optimizer.transformers.kept_prefix import PrefixReuse
 
-SOUNDS_AT_ONCE = 8  # in a batch: the number of frames, most of which a model joins first, does not predict the memory
+SOUNDS_AT_ONCE = 8  # in a batch: a model first joins most frames, so their number does not predict the memory
 
 
 def task_for(args: BatchConfig) -> Task:

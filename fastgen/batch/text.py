@@ -237,7 +237,7 @@ class Bodies:
             raise _refused("n", outputs, '1, or a "temperature" above 0')
         if outputs > 1 and not (args.writes_records or args.join_outputs):
             ways = f"{args.named('output_format', 'openai')}, or {args.named('join_outputs', True)}"
-            raise _refused("n", outputs, f"1 for text; others with {ways}")
+            raise _refused("n", outputs, f"1 for text; more with {ways}")
 
 
 def template_arguments(body: dict[str, Any]) -> dict[str, Any]:

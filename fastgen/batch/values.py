@@ -44,7 +44,7 @@ def _number(convert: Callable[[Any], Any], fits: Callable[[Any], bool], value: A
     try:
         number = convert(value)
     except (TypeError, ValueError, OverflowError):
-        raise BadValue(f"{value!r} is no number") from None
+        raise BadValue(f"{value!r} is not a number") from None
     if not fits(number) or isinstance(value, bool):
         raise BadValue(f"{value} is out of range")
     return number
@@ -87,7 +87,7 @@ def one_of(*values: Any) -> Check:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise BadValue(f"{value!r} is no text")
+        raise BadValue(f"{value!r} is not text")
     return value
 
 
@@ -98,7 +98,7 @@ def _iso_date(value: Any) -> str:
     try:
         return datetime.fromisoformat(str(value)).isoformat()
     except ValueError:
-        raise BadValue(f"{value!r} is no date") from None
+        raise BadValue(f"{value!r} is not a date") from None
 
 
 def _json_object(value: Any) -> dict[str, Any]:

@@ -3,9 +3,9 @@
     Prefetcher → batch → Workers ┬→ Worker: collate, generate, finish ┬→ batch, amounts → Pipeline → journal
                                  └→ Worker …                          ┘
 
-Ray places the workers, restarts crashed ones, and retries the loading of a model. This module decides about the batch
-with which a worker crashed: the next idle worker tries it again, because Ray may not be able to restart the same one.
-If that crashes, too, the batch is halved.
+Ray schedules the workers, restarts crashed ones, and retries the loading of a model. This module decides about the
+batch with which a worker crashed: the next idle worker tries it again, because Ray may not be able to restart the same
+one. If that crashes, too, the batch is halved.
 
 Tests: tests/batch/test_workers.py
 """
@@ -244,7 +244,7 @@ def started(args: BatchConfig, stop: Stop, say: Callable[[str], None]) -> Iterat
         raise InputError(f"{args.setting('device')} does not go with {args.named('workers')} ({accepted})")
     options: dict[str, Any] = {"address": args.ray, "logging_level": logging.ERROR, "log_to_driver": False}
     if args.ray is None:
-        os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's default, 15, a model waits for all others
+        os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's default, 15, a model waits for everything else
         cpus = usable_cpus() if args.workers == "auto" else args.workers
         options |= {"address": "local", "num_cpus": cpus, "include_dashboard": False}
     elif why := _no_answer(args.ray):

@@ -53,7 +53,7 @@ class Signals(Stop):
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """A context that exits with READER_GONE, and no message, if the reader of the standard output is gone: `| head`.
+    """A context that exits with READER_GONE, and no message, if the reader has closed the standard output: `| head`.
 
     Flushes what was printed, also before an exit such as that of --help: later a broken pipe could not be caught.
     """
@@ -71,7 +71,7 @@ def reader_may_leave() -> Iterator[None]:
 
 @contextmanager
 def stoppable(*numbers: int) -> Iterator[Signals]:
-    """A context that handles these signals: while `finishing`, the first one is only counted; others interrupt.
+    """A context that handles these signals: while `finishing`, the first one is only counted; any other interrupts.
 
     If the process still runs SECONDS_TO_END after an interrupting signal, it is ended with its children and the
     signal's status. Ignored signals stay ignored, for nohup and shells. Outside the main thread, which alone receives

@@ -32,7 +32,7 @@ REGISTRATIONS: dict[str, tuple[str, ...]] = {
 
 
 def register() -> None:
-    """Registers the models with the hosts that are imported, and with the others after their import.
+    """Registers the models with the hosts that are imported, and with the other hosts after their import.
 
     Not with fairseq under FASTGEN_DISABLE=1: a user's `--user-dir` may define the same names, which needs a patch.
     """

@@ -34,7 +34,7 @@ class Streams:
 def make_streams(
     position: Tensor, keys: int, predict: int, num_buckets: int, max_distance: int, like: Tensor
 ) -> Streams:
-    """Returns the main stream and `predict` others at positions int64 `[T, 1]` from 0, with the dtype of `like`.
+    """Returns the main stream and `predict` more streams at positions int64 `[T, 1]` from 0, with the dtype of `like`.
 
     Keys after a position, up to `keys`, are hidden.
     """

@@ -38,8 +38,8 @@ Candidates = tuple[Tensor, Tensor]
 # Log-probabilities computed in one piece if they are discarded afterwards: about as many as fit into a CPU's cache.
 PART = 2**21
 
-# With at least this many numbers for each of the k, torch on a CPU fills a heap of the best k and visits the others in
-# order. A number that is no better than the worst of the heap changes nothing.
+# With at least this many numbers for each of the k, torch on a CPU fills a heap of the best k and visits the rest in
+# order. A number that is not better than the worst of the heap changes nothing.
 HEAP = 64
 
 MIN_SCORES_OF_THREAD = 1 << 15
@@ -122,7 +122,7 @@ def _differ(values: Tensor) -> bool:
 
 
 def _scored(logits: Tensor, beam_scores: Tensor, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Returns the scores, inputs and places of the allowed tokens, `[count]`; None if a score is not finite."""
+    """Returns the scores, inputs and indices of the allowed tokens, `[count]`; None if a score is not finite."""
     beams, vocabulary = beam_scores.shape[1], logits.shape[1]
     log_probs = _log_probs_of(logits, rows, tokens)
     if not bool(log_probs.isfinite().all()):
@@ -149,8 +149,8 @@ def _log_probs_of(logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
 def _best(scores: Tensor, input_of: Tensor, places: Tensor, inputs: int, k: int) -> Candidates:
     """Returns `torch.topk` of rows of -inf that hold `scores` at `places`, without storing most of the -inf.
 
-    scores, input_of, places: `[count]`, sorted. torch's heap begins with the first k numbers, -inf or not; after those,
-    no -inf enters it.
+    `scores`, `input_of`, `places`: `[count]`, sorted. torch's heap begins with the first k numbers, -inf or not; after
+    those, no -inf enters it.
     """
     is_later = places >= k
     later = is_later.cumsum(0)

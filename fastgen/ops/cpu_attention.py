@@ -8,7 +8,7 @@ Whisper-tiny's (8, 5, 1500) 3.43, 1.55; 2.65, 1.31. GPT-2's prompt and generated
 1.71; 1.95, 1.76. One row, 600 keys: 0.14, 0.06; 0.46, 0.05.
 
 `attend_many` (`csrc/flash_attention.cpp`) is for prompts and encoders. torch's flash attention computes all scores that
-a causal mask hides, and in bf16 is no faster than in fp32. This kernel skips keys that are hidden from a whole tile of
+a causal mask hides, and in bf16 is not faster than in fp32. This kernel skips keys that are hidden from a whole tile of
 queries, and multiplies bf16 with dot products of pairs (AVX512_BF16). The same CPU, heads of 64, ms, torch and this
 kernel in fp32, then in bf16: BART's encoder (4 inputs, 12 heads, 512 tokens) 23, 20; 24, 12. Whisper-tiny's (8, 6,
 1500) 177, 153; 193, 90. T5's (8, 12, 128, with a bias) 4.8, 3.9; 5.7, 2.8. GPT-2's prompt (4, 12, 512) 22, 11; 28, 9.2.

@@ -157,7 +157,7 @@ DTYPES = simd.DTYPES
 
 BLAS, ONEDNN, SKINNY_GEMM = "BLAS", "oneDNN", "skinny GEMM"
 
-# Measurements use at most so many rows: products of more are bound by arithmetic, and rank the same.
+# The most rows in a measurement: products of more are bound by arithmetic, and rank the same.
 MOST_ROWS = 256
 # A backend is preferred to BLAS if it is at least this many times as fast; less may be noise.
 GAIN = 1.1
@@ -256,7 +256,7 @@ def fastest(rows: Tensor, weight: Tensor, bias: Tensor | None, others: Callable[
     """Returns the name of the fastest GEMM backend for products of this shape, for which `can_multiply` is true.
 
     A new shape is measured, for some 50 milliseconds. The answer stays the same from then on, in later processes too,
-    so that they compute the same bits. others: returns what the model reads between two products with this weight.
+    so that they compute the same bits. `others`: returns what the model reads between two products with this weight.
     """
     out_features, in_features = weight.shape
     count = min(1 << (rows.numel() // in_features - 1).bit_length(), MOST_ROWS)
@@ -334,7 +334,7 @@ def _random_like(tensor: Tensor) -> Tensor:
 
 
 def _right_backends(rows: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Callable[..., Tensor]]:
-    """Returns the backends that suit so many rows and agree with BLAS, by name.
+    """Returns the backends that suit this number of rows and agree with BLAS, by name.
 
     The skinny GEMM suits many rows only if oneDNN has nothing for this dtype on this CPU: neither has BLAS then.
     """

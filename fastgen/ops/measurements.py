@@ -39,7 +39,7 @@ def path(kind: str, device: str) -> Path:
 
 
 def stored(kind: str, device: str) -> Iterator[Any]:
-    """Yields the file's measurements; skips lines that are no JSON."""
+    """Yields the file's measurements; skips lines that are not JSON."""
     with suppress(OSError):
         for line in _file(kind, device).read_bytes().splitlines():
             with suppress(ValueError, RecursionError):  # the last: deep nesting
@@ -55,8 +55,8 @@ def store(kind: str, device: str, measurement: dict[str, Any]) -> None:
 
 
 def _file(kind: str, device: str) -> Path:
-    """Returns the path of the file. Raises OSError if it is no regular file, or larger than `MAX_BYTES`."""
+    """Returns the path of the file. Raises OSError if it is not a regular file, or larger than `MAX_BYTES`."""
     file = path(kind, device)
     if os.path.lexists(file) and (not stat.S_ISREG(file.lstat().st_mode) or file.stat().st_size > MAX_BYTES):
-        raise OSError(f"{file} is no regular file of at most {MAX_BYTES} bytes")
+        raise OSError(f"{file} is not a regular file of at most {MAX_BYTES} bytes")
     return file

@@ -31,7 +31,8 @@ HEAD = 16
 # The array begins with the width and the number of edges.
 FIRST_KEY = 2
 
-# Nodes are carried to the next step if they save a walk of so many edges, for at most so many comparisons of tokens.
+# Nodes are carried to the next step if this saves a walk of SHORTEST_WALK edges, for at most MOST_COMPARED comparisons
+# of tokens.
 SHORTEST_WALK = 3
 MOST_COMPARED = {"cpu": 1 << 18}  # elsewhere they cost hardly more than the launch
 MOST_COMPARED_ELSEWHERE = 1 << 24

@@ -60,7 +60,7 @@ class Probe:
             ):
                 reasons = [] if self.ask(*key) else [self.otherwise]
         except Exception as error:  # what a missing compiler, a driver or another version of torch raises
-            first_line = str(error).partition("\n")[0]  # torch lists its backends in the others
+            first_line = str(error).partition("\n")[0]  # torch lists its backends in the rest
             reasons = [f"{type(error).__name__}: {first_line}"]
         if reasons:
             logger.info("%s%s: %s", self.ask.__qualname__, key, reasons[0])

@@ -18,7 +18,7 @@ CHUNK = 1 << 22
 
 
 def token_scores(logits: Tensor, tokens: Tensor, temperature: float, entropy: bool) -> list[Tensor]:
-    """Returns log-probabilities `[rows, columns]` of tokens under `logits / temperature`, and entropies if asked for.
+    """Returns log-probabilities `[rows, columns]` of tokens under `logits / temperature`, and entropies if requested.
 
     logits: `[rows, columns, vocabulary_size]`. tokens: int64 `[rows, columns]`. The results are float32, float64 if the
     logits are. Differentiable once.

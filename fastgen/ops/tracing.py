@@ -101,7 +101,7 @@ class NoWaiting(Tracer):
         self._sees_all = True
 
     def has_read(self, tensor: Tensor) -> bool:
-        """Whether an operation may have read this tensor; kernels that are no operations of torch are not seen."""
+        """Whether an operation may have read this tensor; kernels that are not operations of torch are not seen."""
         return not self._sees_all or not _is_storage(tensor) or memory_of(tensor) in self._read
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Arguments = (), kwargs: Options = None) -> Any:
@@ -127,7 +127,7 @@ class TransparentMode(TorchFunctionMode):
 
 
 class _NoData(TransparentMode):
-    """Raises NotRepeatable before a device gets numbers of the host, of which dispatch modes see nothing."""
+    """Raises NotRepeatable before a device gets numbers of the host, which dispatch modes do not see."""
 
     def __torch_function__(self, func: Any, types: Any, args: Arguments = (), kwargs: Options = None) -> Any:
         kwargs = kwargs or {}
@@ -148,7 +148,7 @@ _INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 
 
 def _is_sequence(index: Any) -> bool:
-    """Whether an index is a list, or something else of which torch makes a tensor."""
+    """Whether an index is a list, or something else that torch converts to a tensor."""
     return hasattr(index, "__len__") and not isinstance(index, Tensor)
 
 

@@ -47,7 +47,7 @@ def _weights(scores, largest):
 def _seen_scores(scores, seen, is_key, mask, one_place, place, s, MASK: tl.constexpr, ONE_MASK: tl.constexpr):
     """Applies the mask to scores `[queries, keys]`; -inf where a query does not see a key, as `seen` or the mask says.
 
-    one_place, place: where the mask of the copy begins, and those of the queries.
+    `one_place`, `place`: where the mask of the copy begins, and those of the queries.
     """
     if MASK != 0:
         if ONE_MASK:
@@ -74,8 +74,8 @@ def _add_up(
 ):  # fmt: skip
     """Computes the partial results for a chunk of a copy, a tile of its queries, and a key head.
 
-    sums `[queries of all rows, slots, VALUE_WIDTH]`, maxima `[…, slots, 2]`: the partial results, of which this segment
-    has `splits` from `first_slot` on. ONE_MASK: all queries of a copy see the same keys.
+    sums `[queries of all rows, slots, VALUE_WIDTH]`, maxima `[…, slots, 2]`: the partial results. This segment has
+    `splits` slots from `first_slot` on. ONE_MASK: all queries of a copy see the same keys.
     """
     index, kv_head = tl.program_id(0), tl.program_id(1)
     split, tiles = index % splits, tl.cdiv(queries, TILE)
@@ -225,7 +225,7 @@ def attention(
 
 
 def _padded(number: int) -> int:
-    """Returns the dimension of a tensor-core product for so many numbers: a power of two, at least 16."""
+    """Returns the dimension of a tensor-core product for `number` elements: a power of two, at least 16."""
     return max(16, int(triton.next_power_of_2(number)))
 
 

@@ -31,7 +31,7 @@ def _mixed(words, position):
 
 @triton.jit
 def _add_up(places, sums, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Adds to `sums[j]` what program (i, j) reads of tensor j. places: the address and the bytes of each tensor."""
+    """Adds to `sums[j]` what program (i, j) reads of tensor j. `places`: the address and the bytes of each tensor."""
     program, tensor = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     address = tl.load(places + 2 * tensor)
     length = tl.load(places + 2 * tensor + 1)
@@ -43,7 +43,7 @@ def _add_up(places, sums, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
         is_word = position < words
         mixed = _mixed(tl.load(data + position, mask=is_word, other=0), position)
         total += tl.where(is_word, mixed, tl.zeros([BLOCK], tl.uint64))
-    if program == 0:  # the last bytes, which are no whole word
+    if program == 0:  # the last bytes, which are not a whole word
         position = (8 * words + tl.arange(0, 8)).to(tl.int64)
         is_byte = position < length
         byte = tl.load(address.to(tl.pointer_type(tl.uint8)) + position, mask=is_byte, other=0)

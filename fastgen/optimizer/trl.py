@@ -175,9 +175,9 @@ def base_of(trainer: Any, model: nn.Module) -> Any:
 
 
 def unsupported_reasons(trainer: Any, scorers: list[StateScorer], columns: int, asked: list[str]) -> list[Reason]:
-    """Returns why these models cannot share beginnings; of the first, `buckets_sync` finds others.
+    """Returns why these models cannot share beginnings; for the first model, `buckets_sync` finds further reasons.
 
-    asked: what the trainer passes to the models besides texts, or expects besides scores.
+    `asked`: what the trainer passes to the models besides texts, or expects besides scores.
     """
     configs = getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
     reads_tokens = ("is_prompt_learning", "alora_invocation_tokens")

@@ -3,7 +3,7 @@
 fastgen repeats what functions of its hosts do, or relies on it. A *source* names such code: a module,
 "transformers.cache_utils", or a function or class of one, "lm_eval.models.huggingface:HFLM._model_call". contracts.json
 has the hashes of the sources for which the tests of this repository found equal results; `pytest --write-contracts`
-writes them. Version numbers are not asked.
+writes them. Version numbers are not checked.
 
     unknown_sources(names)   those whose hash is not accepted, with their hashes: none, and everything is on
     trial(key, ours, theirs, difference)
@@ -42,7 +42,7 @@ logger = logging.getLogger("fastgen")
 
 CONTRACTS = Path(__file__).with_name("contracts.json")
 
-# A key for which so many trials showed nothing, or could not be made, is left to the host.
+# A key for which this number of trials showed nothing, or could not be made, is left to the host.
 MOST_TRIALS = 3
 
 # Fields of the syntax tree that do not change what code does, or that only some versions of Python have.

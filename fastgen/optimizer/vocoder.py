@@ -3,7 +3,7 @@
 This module knows no host. The library's own forward runs, with other forwards on its convolutions
 (`decoding/faster_forwards.py`). torch passes oneDNN sequences with adjacent frames of a channel, which oneDNN reorders
 before and after each convolution. Here sequences are channels last, a layout that the operations between convolutions
-preserve. A convolution reorders its weight in each call, which is worthwhile if the input is no smaller than the
+preserve. A convolution reorders its weight in each call, which is worthwhile if the input is not smaller than the
 weight. Weights are not prepacked: packed for 16, 64 or 256 frames, they made a convolution of 1792 to 512 channels
 twenty times slower with 150.
 

@@ -13,7 +13,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Patch:
-    """An attribute of a host library, and the function that takes its place.
+    """An attribute of a host library, and the function that replaces it.
 
     name: a readable name, "transformers.prefill".
     target: "package.module:function" or "package.module:Class.method".

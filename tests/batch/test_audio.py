@@ -102,8 +102,8 @@ def test_sound_longer_than_the_models_window_is_refused(rate):
     long = save("long.wav", np.zeros(most + 10 * rate, np.float32), rate)
     items = prepare([just, longer, long])
     assert items[0].arrays["input_features"].shape == (80, 3000)
-    assert items[1].error == f"longer.wav: lasts {30 + 1 / rate:g} s, and MODEL hears 30 s (accepted: up to 30 s)"
-    assert items[2].error == "long.wav: lasts 40 s, and MODEL hears 30 s (accepted: up to 30 s)"
+    assert items[1].error == f"longer.wav: lasts {30 + 1 / rate:g} s, and MODEL transcribes 30 s (accepted: up to 30 s)"
+    assert items[2].error == "long.wav: lasts 40 s, and MODEL transcribes 30 s (accepted: up to 30 s)"
     assert items[2].arrays is None
     assert prepare([save("long.wav", sound(40, rate), rate)], "speech2text")[0].error is None
 
@@ -215,7 +215,7 @@ def test_joined_sounds_are_read_one_after_the_other(folder, kind, subtype):
     assert_heard(f"joined.{kind}", samples(parts[0], parts[1], parts[0]))
     save(f"long.{kind}", sound(20), subtype=subtype)
     (folder / f"joined.{kind}").write_bytes(Path(f"long.{kind}").read_bytes() * 2)
-    assert prepare([f"joined.{kind}"])[0].error.startswith(f"joined.{kind}: lasts 40 s, and MODEL hears 30 s")
+    assert prepare([f"joined.{kind}"])[0].error.startswith(f"joined.{kind}: lasts 40 s, and MODEL transcribes 30 s")
 
 
 @pytest.mark.parametrize("kind", ["flac", "ogg"])

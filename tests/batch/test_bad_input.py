@@ -133,7 +133,7 @@ def test_a_hub_name_that_does_not_exist_is_refused(capsys, files, monkeypatch):
     command = ["no-such-model", str(files / "input.txt"), str(files / "output.txt")]
     check_refused(capsys, files, command, "MODEL no-such-model", "not a valid model identifier")
     command = ["dem", str(files / "input.txt"), str(files / "output.txt")]
-    check_refused(capsys, files, command, "MODEL dem: is no folder", "did you mean demo?")
+    check_refused(capsys, files, command, "MODEL dem: is not a folder", "did you mean demo?")
 
 
 @pytest.mark.parametrize("package", ["transformers", "tqdm"])

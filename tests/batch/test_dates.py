@@ -106,7 +106,7 @@ def test_a_generator_reads_the_clock_unless_it_has_a_date(dated):
         plain_loop(dated, OF_THE_FIFTH, 4, causal_lm=True)
     )
     assert fastgen.TextGenerator(dated, **settings)._task.loaded.tokenizer.chat_template == TEMPLATE
-    with pytest.raises(InputError, match=r"^date: '5 May' is no date .accepted: today, or a date such as"):
+    with pytest.raises(InputError, match=r"^date: '5 May' is not a date .accepted: today, or a date such as"):
         fastgen.TextGenerator(dated, **settings, date="5 May")
 
 

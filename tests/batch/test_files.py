@@ -217,19 +217,19 @@ def test_a_part_of_a_compressed_file_is_one_clear_line(tmp_path, end, module, ki
     parts = [whole[: len(whole) // 2], whole[:-9], whole[:3], whole + whole[:30]]
     for data in (b"plain text\n", whole[:5000] + b"x" * 50 + whole[10_000:], *parts):
         packed.write_bytes(data)
-        with pytest.raises(InputError, match=f"{packed}: is no {kind} file, or only a part of one [(][A-Z]"):
+        with pytest.raises(InputError, match=f"{packed}: is not a valid {kind} file, or only a part of one [(][A-Z]"):
             survey(str(packed))
     lines.write_bytes(b"word1\n" * 1000)
     packed.write_bytes(module.compress(lines.read_bytes())[:-9])
     done = run_python("-m", "fastgen.cli.transformers.command", "demo", str(packed), str(tmp_path / "out"))
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and f"is no {kind} file" in done.stderr
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and f"is not a valid {kind} file" in done.stderr
 
 
 @pytest.mark.parametrize(("end", "module", "kind"), [each for each in MODULES if each[0] in ("gz", "zst")])
 def test_junk_behind_a_compressed_file_is_no_silent_end(tmp_path, end, module, kind):
     packed = tmp_path / f"in.{end}"
     packed.write_bytes(module.compress(b"one\n") + b"two\n")
-    with pytest.raises(InputError, match=f"{packed}: is no {kind} file, or only a part of one"):
+    with pytest.raises(InputError, match=f"{packed}: is not a valid {kind} file, or only a part of one"):
         survey(str(packed))
 
 

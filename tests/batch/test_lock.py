@@ -85,7 +85,7 @@ def test_the_message_names_the_run_and_its_file(tmp_path, monkeypatch, no_locks,
         journal(tmp_path)
     run = rf"process {os.getpid()} on {re.escape(socket.gethostname())}, started \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\S+"
     file = tmp_path / f"out.part.{'lock' if has_locks else 'lease'}"
-    end = "" if has_locks else "; resume=True takes the lock over if that run's machine is gone"
+    end = "" if has_locks else "; resume=True takes the lock over if that run's machine no longer exists"
     expected = rf"{run}, by its lock {re.escape(str(file))} \(wait for it, or end it{end}\)$"
     assert re.search(expected, str(refused.value))
     other.leave()

@@ -178,7 +178,7 @@ def test_a_batch_of_recordings_is_halved_to_fit_the_memory(whisper, monkeypatch,
 
 def test_a_recording_that_would_be_cut_fails_by_name(whisper, capsys):
     records = transcribe(whisper, "ab", "--gen", "return_timestamps=false", status=1)
-    assert records[0]["error"] == "a.wav: lasts 5 s, and MODEL hears 2 s (accepted: up to 2 s)"
+    assert records[0]["error"] == "a.wav: lasts 5 s, and MODEL transcribes 2 s (accepted: up to 2 s)"
     assert len(records[1]["outputs"]) == 1
 
 
@@ -186,7 +186,7 @@ def test_a_recording_that_would_be_cut_fails_by_name(whisper, capsys):
     ("settings", "message"),
     [
         (("return_timestamps=word",), "--gen return_timestamps: 'word' is not known (accepted: true, false)"),
-        (("logprob_threshold=low",), "--gen logprob_threshold: 'low' is no number"),
+        (("logprob_threshold=low",), "--gen logprob_threshold: 'low' is not a number"),
         (("no_speech_threshold=0.6",), "no_speech_threshold 0.6 needs a logprob_threshold (accepted: both)"),
     ],
 )

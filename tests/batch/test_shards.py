@@ -172,9 +172,9 @@ def test_launchers_are_read_with_auto_only():
         (AUTO, array(3, 3, 6), "SLURM_ARRAY_TASK_ID=3, SLURM_ARRAY_TASK_MIN=3"),
         (("--num_shards", "auto", "--shard_id", "0"), array(1, 1, 2, 3), "--num_shards N, or a whole Slurm array"),
         (AUTO, {"JOB_COMPLETION_INDEX": "4"}, "JOB_COMPLETION_INDEX=4 does not say how many shards there are"),
-        (AUTO, {"RANK": "zero", "WORLD_SIZE": "2"}, "auto: RANK=zero is no number (accepted: a whole number"),
-        (AUTO, {"RANK": "-1", "WORLD_SIZE": "2"}, "auto: RANK=-1 is no number"),
-        (AUTO, {"RANK": "0", "WORLD_SIZE": "2.5"}, "auto: WORLD_SIZE=2.5 is no number"),
+        (AUTO, {"RANK": "zero", "WORLD_SIZE": "2"}, "auto: RANK=zero is not a number (accepted: a whole number"),
+        (AUTO, {"RANK": "-1", "WORLD_SIZE": "2"}, "auto: RANK=-1 is not a number"),
+        (AUTO, {"RANK": "0", "WORLD_SIZE": "2.5"}, "auto: WORLD_SIZE=2.5 is not a number"),
         (("--num_shards", "2", "--shard_id", "1", "--reference_path", "r"), {}, "--reference_path r does not go with"),
     ],
 )

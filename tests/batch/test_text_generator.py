@@ -67,7 +67,7 @@ def test_tables_are_columns(bart):
         assert texts(generator(table["text"])) == texts(generator(columns["text"]))  # a column of it is a list
         with pytest.raises(TypeError, match="inputs is a table"):
             next(generator.iterate(table))
-    with pytest.raises(InputError, match=r"^text_field='text' is no column .accepted: 0, 1.$"):
+    with pytest.raises(InputError, match=r"^text_field='text' is not a column .accepted: 0, 1.$"):
         generator(pandas.DataFrame([LINES[:2]]))
 
 
@@ -163,7 +163,7 @@ def test_a_model_may_be_a_path_and_inputs_are_no_single_text(bart):
     assert generator(LINES[:3]) == fastgen.TextGenerator(str(bart), bs=4)(LINES[:3])
     with pytest.raises(TypeError, match="inputs is one text"):
         generator(LINES[0])
-    with pytest.raises(InputError, match=r"^text_field='text' is no column .accepted: article, id.$"):
+    with pytest.raises(InputError, match=r"^text_field='text' is not a column .accepted: article, id.$"):
         generator({"article": LINES, "id": LINES})
 
 

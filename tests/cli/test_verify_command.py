@@ -52,10 +52,10 @@ def test_different_outputs_end_with_1(capsys, monkeypatch):
     [
         (["demo", "no-such-file"], "INPUT no-such-file"),
         (["no-such-model", str(sample_path())], "MODEL no-such-model"),
-        (["dem", str(sample_path())], "MODEL dem: is no folder, and was not found on the hub (did you mean demo?)"),
+        (["dem", str(sample_path())], "MODEL dem: is not a folder, and was not found on the hub (did you mean demo?)"),
         ([*DEMO, "--num_beam", "3"], "error: --num_beam 3: there is no such setting (did you mean num_beams?)"),
         ([*DEMO, "--num_beams"], "--num_beams: a setting needs a name and a value"),
-        ([*DEMO, "--num_beams", "four"], "error: --num_beams: 'four' is no number (accepted: a whole number"),
+        ([*DEMO, "--num_beams", "four"], "error: --num_beams: 'four' is not a number (accepted: a whole number"),
         ([*DEMO, "--lines", "0"], "--lines 0 (accepted: 1 or more)"),
         ([*DEMO, "--num_beams", "2", "--num_return_sequences", "3"], "num_return_sequences"),
     ],

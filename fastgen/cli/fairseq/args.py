@@ -62,7 +62,7 @@ def generate() -> None:
     """Parses and checks sys.argv, and generates."""
     args = parse(generation_parser())
     if models := vars(args).pop("workers"):
-        raise InputError(f"--workers {models} is no flag of this command (accepted: --num-shards N --shard-id I)")
+        raise InputError(f"--workers {models} is not a flag of this command (accepted: --num-shards N --shard-id I)")
     for name in IN_ANY_CASE:
         if vars(args).pop(name):
             say(f"--{name.replace('_', '-')} changes nothing: what it asks for is done in any case")
@@ -73,7 +73,7 @@ def generate() -> None:
 
 
 def evaluate_language_model() -> None:
-    """Parses sys.argv and evaluates under fastgen, in as many processes as fairseq-eval-lm would use."""
+    """Parses sys.argv and evaluates under fastgen, in the number of processes that fairseq-eval-lm would use."""
     add_flags(parser := options.get_eval_lm_parser())
     no_fastgen = vars(args := parse(parser)).pop("no_fastgen")
     distributed_utils.call_main(convert_namespace_to_omegaconf(args), evaluate, no_fastgen=no_fastgen)
@@ -144,7 +144,7 @@ def explain(cfg: Any, error: Exception) -> str | None:
         if isinstance(error, pickle.UnpicklingError):
             return f"{_flag(cfg, path)}{refusal(path, error.__cause__ or error)}"
         first_sentence = f"{type(error).__name__}: {error}".partition(". ")[0].rstrip(": ")
-        return f"{_flag(cfg, path)}{path}: is no checkpoint, or a damaged one ({first_sentence})"
+        return f"{_flag(cfg, path)}{path}: is not a checkpoint, or a damaged one ({first_sentence})"
     if isinstance(error, OSError) and results_path and str(error.filename).startswith(results_path):
         return f"--results-path {results_path}: {error.filename} cannot be written ({error.strerror})"
     if message.startswith("Could not infer language pair"):

@@ -31,7 +31,7 @@ def run(prog: str, what: str, argv: list[str] | None = None) -> int:
     """Calls a function of args.py with `argv` as the program's arguments, and returns the exit status.
 
     0 done, 1 failed, 2 a flag, file or model cannot be used, 130 interrupted. Expected errors are one line on stderr.
-    Exits with 141 if the reader of the output is gone.
+    Exits with 141 if the reader of the output has closed it.
     """
     set_openmp_variables()
     before = sys.argv

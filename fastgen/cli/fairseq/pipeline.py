@@ -147,10 +147,10 @@ class Generation:
         skips = self.cfg.dataset.skip_invalid_size_inputs_valid_test
         multiple = self.cfg.dataset.required_batch_size_multiple
         reasons = ["those that are too long (--skip-invalid-size-inputs-valid-test)"] * skips
-        last = f"a last batch that is no multiple of {multiple} (--required-batch-size-multiple 1 keeps them)"
+        last = f"a last batch that is not a multiple of {multiple} (--required-batch-size-multiple 1 keeps them)"
         reasons += [last] * (multiple > 1)
         message = f"fairseq leaves out {size - batched} of {size} sentences, {' and '.join(reasons)}"
-        if batched < size and (skips or (size - batched) % multiple):  # a dropped batch alone is no multiple
+        if batched < size and (skips or (size - batched) % multiple):  # a dropped batch alone is not a multiple
             if not batched:
                 raise InputError(f"DATA {self.cfg.task.data}: {message}")
             say(message)
@@ -166,7 +166,7 @@ class Generation:
         log_interval = self.cfg.common.log_interval
         with Workers(self.printer, self.write, count) as workers:
             for number, sample in enumerate(self.batches):
-                if "net_input" not in sample:  # a shard with one batch less than others
+                if "net_input" not in sample:  # a shard with one batch less than other shards
                     continue
                 sample = utils.move_to_cuda(sample) if self.has_gpu else sample
                 has_targets = sample["target"] is not None
@@ -185,7 +185,7 @@ class Generation:
                 tokens += batch_tokens
                 speed.update(batch_tokens)
                 if log_interval and number % log_interval == 0:
-                    workers.wait()  # a log line must come after the lines before it, if both go to the same place
+                    workers.wait()  # a log line must come after the lines before it, if both go to the same stream
                 self.batches.log({"wps": round(speed.avg)})
         logger.info("NOTE: hypothesis and token scores are output in base 2")
         rates = (total / seconds if seconds else 0.0 for total in (sentences, tokens))

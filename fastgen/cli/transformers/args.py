@@ -45,11 +45,11 @@ What is not given stays the model's own. --help-all lists all other flags.
 Lines that fail are listed, and have an empty record. INPUT and OUTPUT may be
 compressed (.gz, .xz, .zst) and URLs (s3://…, hf://…). exit status: 0 all done,
 1 some inputs failed, 2 a flag, file or model cannot be used, 130 Ctrl-C,
-141 the reader of OUTPUT is gone, 143 SIGTERM. All details: docs/commands.md
+141 the reader closed OUTPUT, 143 SIGTERM. All details: docs/commands.md
   {PROG} facebook/bart-base in.txt out.txt --beam 4
   {PROG} gpt2 in.txt out.txt --causal_lm --do_sample"""
 
-# The settings of generate that --help lists; the others are also flags.
+# The settings of generate that --help lists; the rest are also flags.
 COMMON_SETTINGS = {
     "num_beams": "number of beams (or --num_beams)",
     "max_new_tokens": "most tokens to generate, without the prompt",

@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns its exit status; errors that a user can fix are one line on stderr.
 
     0 all done, 1 some inputs failed or the run could not continue, 2 flags, files or a model that cannot be used, 130
-    interrupted, 143 ended by SIGTERM. Exits with 141 if the reader of the output is gone.
+    interrupted, 143 ended by SIGTERM. Exits with 141 if the reader of the output has closed it.
     """
     set_openmp_variables()
     stop = Signals()

@@ -16,7 +16,7 @@ from transformers import BartForConditionalGeneration, PreTrainedModel, T5ForCon
 
 from fastgen.models.mqa.grouped import GroupedBartForConditionalGeneration, GroupedT5ForConditionalGeneration
 
-# Classes of transformers with as many key heads as query heads, and their counterparts with fewer.
+# Classes of transformers with a key head for each query head, and their counterparts with fewer.
 GROUPED: dict[Any, Any] = {
     BartForConditionalGeneration: GroupedBartForConditionalGeneration,
     T5ForConditionalGeneration: GroupedT5ForConditionalGeneration,

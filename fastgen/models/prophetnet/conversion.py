@@ -36,7 +36,7 @@ DECODER_LAYER = {
 def to_transformers(model: Any) -> Any:
     """Returns a `ProphetNetForConditionalGeneration` with the weights of `model`, a `NgramTransformerProphetModel`.
 
-    It uses the encoder's embeddings: raises ValueError if the decoder has others. Dtype and mode are preserved.
+    It uses the encoder's embeddings: raises ValueError if the decoder has its own. Dtype and mode are preserved.
     """
     from transformers import ProphetNetConfig, ProphetNetForConditionalGeneration
 
@@ -83,9 +83,9 @@ def to_transformers(model: Any) -> Any:
 def to_fairseq(model: Any, dictionary: Any) -> Any:
     """Returns a `NgramTransformerProphetModel` with the weights of `model`, a `ProphetNetForConditionalGeneration`.
 
-    dictionary: a dictionary of fairseq with as many words. Raises ValueError if it has more or fewer, or its padding
-    word has another number, from which positions count. The result has `max_position_embeddings` positions less two and
-    less the padding's number: the predict streams need one more, and number 0 is no position.
+    dictionary: a dictionary of fairseq with the same number of words. Raises ValueError if it has more or fewer, or its
+    padding word has another number, from which positions count. The result has `max_position_embeddings` positions less
+    two and less the padding's number: the predict streams need one more, and number 0 is not a position.
     """
     from fastgen.models.prophetnet.model import NgramTransformerProphetModel
 
@@ -140,7 +140,7 @@ def _names(encoder_layers: int, decoder_layers: int) -> Iterator[tuple[str, str]
 
 
 def _with_rows(table: Tensor, like: Tensor) -> Tensor:
-    """Returns `table` with as many rows as `like`: additional positions are dropped, and missing ones are zeros."""
+    """Returns `table` with the number of rows of `like`: further positions are dropped, and missing ones are zeros."""
     if table.shape == like.shape:
         return table
     rows = min(len(table), len(like))

@@ -90,13 +90,13 @@ def attention_with_own(
     own_value: Tensor,
     own_bias: Tensor | float,
 ) -> Tensor:
-    """Computes attention in which the last query sees one more key than the others, its own.
+    """Computes attention in which the last query sees one more key than the other queries, its own.
 
     query `[rows, heads, L, D]`; keys and values `[rows, heads, N, D]`; own_key and own_value `[rows, heads, 1, D]`.
     bias, broadcasting to `[rows, heads, L, N]`, is added to scores, with -inf for hidden keys; own_bias, broadcasting
     to `[rows, heads, 1, 1]`, to the score of the last query's own key. Result `[rows, heads, L, D]`.
 
-    The own key is not appended to the others, which may be stored in segments that all rows of an input share.
+    The own key is not appended to the other keys, which may be stored in segments that all rows of an input share.
     """
     query = query * query.shape[-1] ** -0.5
     scores = query @ keys.transpose(-1, -2) + bias

@@ -14,7 +14,7 @@ KINDS = ("bidirectional", "left-to-right", "sequence-to-sequence")
 def visible(queries: Tensor, keys: Tensor, source_end: Tensor | int) -> Tensor:
     """Returns whether each query sees each key: all see the source, and later tokens see earlier ones and themselves.
 
-    queries `[…, L, 1]`, keys `[…, 1, N]`: their places in the sequence; source_end: the place where the source ends,
+    queries `[…, L, 1]`, keys `[…, 1, N]`: their indices in the sequence; source_end: the index where the source ends,
     broadcasting to `[…, L, N]`. Result `[…, L, N]`, boolean.
 
     The source comes before the target, so it sees nothing of the target.

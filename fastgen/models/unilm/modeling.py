@@ -116,8 +116,8 @@ class UniLMForConditionalGeneration(PreTrainedModel, GenerationMixin):
             `[rows, length, cached + length]` (see `attention_masks`) or `[rows, 1, length, cached + length]`.
         token_type_ids, position_ids `[rows, length]`, int64. By default the segments of source and target, and
             positions counted from the first token that is not padding.
-        labels `[rows, length]`, int64: tokens to predict at their places, -100 where nothing is to be predicted. This
-            is the masked-target objective (§2.3): `input_ids` hold `[MASK]` there.
+        labels `[rows, length]`, int64: tokens to predict at their positions, -100 where nothing is to be predicted.
+            This is the masked-target objective (§2.3): `input_ids` hold `[MASK]` there.
         source_length: the number of `input_ids`, from the first, that are source; None for all. 0 for tokens after a
             source that is in the cache.
         append_mask: whether `[MASK]` is appended after the last token, as in `generate`. It sees what the last token
@@ -260,7 +260,7 @@ def _append(ids: Tensor, value: int) -> Tensor:
 
 
 def _seen(tokens: Tensor, attention_mask: Tensor | None, cache: Cache | None, source_length: int) -> Tensor:
-    """Returns the boolean mask `[rows or 1, 1, length, cached + length]`, with as many keys as a fixed capacity.
+    """Returns the boolean mask `[rows or 1, 1, length, cached + length]`, or with all keys of a fixed capacity.
 
     Only the length and device of tokens `[rows, length, …]` are used.
     """

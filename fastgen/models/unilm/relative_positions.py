@@ -27,7 +27,7 @@ def bins_of(distances: Tensor, bins: int, most: int) -> Tensor:
     """Returns the bins `[…]` of distances `[…]`, int64, positive if the key comes after the query.
 
     Half of the bins is for each direction. In each half, near distances have their own bins, those up to `most` share
-    bins in logarithmic steps, and all others share the last (T5, arXiv:1910.10683, §2.1).
+    bins in logarithmic steps, and all larger ones share the last (T5, arXiv:1910.10683, §2.1).
     """
     half, alone = bins // 2, bins // 4
     away = distances.abs()

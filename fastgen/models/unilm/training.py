@@ -40,7 +40,7 @@ def masked_target_batch(
     if not 0 <= mask_probability <= 1:
         raise ValueError(f"mask_probability={mask_probability}: from 0 to 1")
     if len(sources) != len(targets) or not sources:
-        raise ValueError(f"{len(sources)} sources and {len(targets)} targets: as many of both, and at least one")
+        raise ValueError(f"{len(sources)} sources and {len(targets)} targets: equal numbers, and at least one")
     source_lengths = torch.tensor([len(source) for source in sources])
     lengths = source_lengths + torch.tensor([len(target) + 1 for target in targets])
     rows = len(sources)

@@ -137,7 +137,7 @@ def check(
 
 
 def check_writable(scores: Tensor) -> None:
-    """Raises ValueError for scores of which two entries may share memory."""
+    """Raises ValueError if two entries of the scores may share memory."""
     for dimension, (size, stride) in enumerate(zip(scores.shape, scores.stride())):
         if size > 1 and stride == 0:
             expanded = f"scores is expanded along dimension {dimension}"

@@ -52,7 +52,7 @@ class GenerateCall:
     the steps after the prefill are to be captured. is_accelerated: whether something was computed or stored once per
     input, or the loop or a module's forward is fastgen's. on_exit: closed when the call ends, which returns captured
     steps and caches. has_stages: whether other calls of `generate` are stages of this one. costs: the cost model.
-    facts: the facts of each model that the call asked about. swapped: the models whose modules have faster forwards in
+    facts: the facts that the call has requested, by model. swapped: the models whose modules have faster forwards in
     this call or in the enclosing one.
     """
 
@@ -100,7 +100,7 @@ class GenerateCall:
         return self.facts[model]
 
     def change_of(self, model: Any, between_steps: bool = False) -> str | None:
-        """Returns what user code has changed in this model since the call asked for its facts; if so, discards them.
+        """Returns what user code has changed in this model since the call requested its facts; if so, discards them.
 
         between_steps: whether the library's own functions are left out, see `Guards.check`.
         """

@@ -150,7 +150,7 @@ class Captures:
         return forwards >= self._next_attempt and (self._is_late_at(forwards) or self.policy.may_reuse(self.graphs))
 
     def wants_new(self, left: int) -> bool:
-        """Whether a new graph is worthwhile for at most `left` further steps: not early, as many calls end early."""
+        """Whether a new graph is worthwhile for at most `left` further steps: not early, since many calls end early."""
         if not self._is_late:
             return False
         size = size_of(self.loop.checks.decoder, self.loop.checks.known_code)
@@ -249,7 +249,7 @@ class Captures:
         return graph
 
     def replays(self, graph: CapturedGraph, size: int) -> bool:
-        """Whether the next forward of so many tokens per row is a replay or, if that pays, a capture."""
+        """Whether the next forward of `size` tokens per row is a replay or, if that pays, a capture."""
         if self.graphs.refused:
             return False
         if self.policy.replays(graph.of_size(size)):
@@ -302,7 +302,7 @@ class Captures:
 def is_worth_capturing(
     costs: CostModel, size: ModelSize, rows: int, steps: int, is_captured: bool, device: torch.device
 ) -> bool:
-    """Whether so many replays of a model's step, for so many rows, save twice what the capture takes.
+    """Whether `steps` replays of a model's step, for `rows` rows, save twice what the capture takes.
 
     A replay saves what the host takes beyond the device. is_captured: whether a graph exists. Always true with
     FASTGEN_CUDA_GRAPHS=on.
@@ -317,7 +317,7 @@ def is_worth_capturing(
 
 @check(STEPS)
 def unwanted_reasons(call: GenerateCall, device: torch.device, steps: int) -> list[Reason]:
-    """Returns why so many steps are not captured, whatever the model; empty if they may be."""
+    """Returns why `steps` steps are not captured, whatever the model; empty if they may be."""
     if CONFIG.cuda_graphs == "off":
         return [Reason("CAPTURE_OFF", "FASTGEN_CUDA_GRAPHS=off")]
     if device.type not in ("cuda", "cpu"):
@@ -336,7 +336,7 @@ def unwanted_reasons(call: GenerateCall, device: torch.device, steps: int) -> li
 
 @check(STEPS)
 def can_capture(checks: Any, rows: int, steps: int) -> bool:
-    """Whether to try capturing a loop of at most so many steps of so many rows; adds to the report why not.
+    """Whether to try capturing a loop of at most `steps` steps of `rows` rows; adds to the report why not.
 
     Sets `will_capture` of the call. checks: the host's `CallChecks`. Cheap checks come first, those that look at all
     modules last: `checks.capture` looks at the call's arguments, `checks.rows` at the model's code.

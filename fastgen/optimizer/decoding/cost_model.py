@@ -14,7 +14,7 @@ come before anything that looks at the modules, and use `size_of`, which caches 
 only if the dtype or device of the first weight has changed.
 
 The rates of a device are constants: those of a CPU, or of an H200 for each other device. Rates probed on a CPU decide
-worse: the decisions compare its Python and the kernels of whole steps, of which single operations show little. On an
+worse: the decisions compare its Python and the kernels of whole steps, about which single operations show little. On an
 AMD EPYC (family 25, model 17) a launch takes 2 µs, and the second product of a shared prompt as long as 12 launches of
 17 µs. With 2 µs for a launch, and for a module in proportion, 9 of 24 small calls were slower than stock by more than
 3 %, with the constants none (benchmarks/small.py, seed 77).
@@ -39,7 +39,7 @@ from fastgen.ops import cpu_linear
 from fastgen.optimizer.decoding.guards import KnownCode
 
 _CPU = torch.device("cpu")
-_MODULES_OF_CALL = 4  # a call of `generate` takes Python like so many modules
+_MODULES_OF_CALL = 4  # a call of `generate` takes as much Python as this number of modules
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ class ModelSize:
     itemsize: int
 
     def tokens(self, count: int) -> Work:
-        """Returns what so many tokens add to a prefill."""
+        """Returns what `count` tokens add to a prefill."""
         return Work(multiply_adds=self.weights * count)
 
     def step(self, rows: int, device: torch.device = _CPU) -> Work:
-        """Returns a decode step of so many rows. On a CPU each number counts as one of fp32."""
+        """Returns a decode step of `rows` rows. On a CPU each number counts as one of fp32."""
         itemsize = 4 if device.type == "cpu" else self.itemsize
         return Work(self.modules, bytes=self.step_weights * itemsize, multiply_adds=self.step_weights * rows)
 
@@ -129,8 +129,8 @@ class CaptureCosts(NamedTuple):
     least: int
 
 
-# Filling a static cache and repeating one step take the time of 1.7 steps, of which a replay saves 8 to 14 % (AMD EPYC,
-# family 26).
+# Filling a static cache and repeating one step take the time of 1.7 steps; a replay saves 8 to 14 % of a step (AMD
+# EPYC, family 26).
 CPU_CAPTURES = CaptureCosts(new=3, existing=1, before=8, least=24)
 # A replay saves two thirds of a step, and a new graph takes as long as 12 eager steps (H200, Llama-8B with 8 layers):
 # by these numbers that model is captured for 24 steps, and its graph replayed for 4.

@@ -88,7 +88,7 @@ class StaticSteps:
         self.advance: Callable[[], None] = graph.cache.advance
 
     def outputs_of(self, loop: DecodeStep, tokens: Tensor, size: int, is_trial: bool) -> Any:
-        if size == 1 and loop.has_changed():  # drafts have asked before a forward of several tokens
+        if size == 1 and loop.has_changed():  # drafts have checked this before a forward of several tokens
             return loop.mode.outputs_of(loop, tokens, size, is_trial)
         try:
             is_full = self.cache.generated_length == self.cache.capacity
@@ -161,7 +161,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             self.call.on_exit.callback(self.end)  # called last: caches are returned first
 
     def prefill(self, tokens: Tensor) -> Any:
-        """Returns the outputs of the first step, which adds all tokens to the cache; None if it is like the others."""
+        """Returns the outputs of the first step, which adds all tokens to the cache; None if it is like the rest."""
         return None
 
     @abstractmethod

@@ -46,7 +46,7 @@ def sizes_for(rows: int) -> tuple[int, ...]:
 class Text:
     """The tokens of one row, its source before them, and the occurrence of its suffix that is followed.
 
-    place: the index of the token that followed that occurrence, the draft's first; None if there is none. length: of
+    `place`: the index of the token that followed that occurrence, the draft's first; None if there is none. length: of
     the match, at most `LONGEST_MATCH`.
     """
 
@@ -110,10 +110,10 @@ class Text:
 class Drafts:
     """The drafts of all rows of a loop, and the estimate of how many tokens are worth checking.
 
-    texts: one per row. cost: returns what a forward of so many rows with so many tokens takes, in steps of one token.
-    padding: tokens that no forward of several contains, because some models do not count them as positions. drafted,
-    accepted: the numbers of tokens checked, and of those that were right, in all rows. saved: the steps that were not
-    needed.
+    texts: one per row. cost: returns what a forward takes, in steps of one token, given its rows and its tokens per
+    row. padding: tokens that no forward of several contains, because some models do not count them as positions.
+    drafted, accepted: the numbers of tokens checked, and of those that were right, in all rows. saved: the steps that
+    were not needed.
 
     How often a match is right is learned during the call, for each length of a match, from all matches, whether or not
     they were checked. A length with few matches is estimated from all matches of several tokens. Single tokens recur by
@@ -138,8 +138,8 @@ class Drafts:
     def propose(self, most: int, overhead: Callable[[int], float] = lambda size: 1.0) -> list[list[int]]:
         """Returns a draft of each row, all of one length; empty if none is worthwhile.
 
-        most: the most tokens of a row in a forward. overhead: a factor of the cost of so many tokens per row. The size,
-        of `sizes_for`, is that with the most expected tokens per time.
+        most: the most tokens of a row in a forward. overhead: returns a factor of the cost, given the tokens per row.
+        The size, of `sizes_for`, is that with the most expected tokens per time.
         """
         if any(text.place is None for text in self.texts):
             return []

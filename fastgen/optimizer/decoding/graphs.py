@@ -104,7 +104,7 @@ class CudaCapture:
             graph.replay()
             return output
 
-        # Only states of an encoder are large; a mask or token could be given to a kernel that is no operation of torch.
+        # Only states of an encoder are large; a mask or token could reach a kernel that is not an operation of torch.
         return first, replay, 0, lambda tensor: not tensor.is_floating_point() or watched.has_read(tensor)
 
     def _begin(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -248,7 +248,7 @@ class CapturedGraph:
             graph.is_used = False
 
     def of_size(self, size: int) -> CapturedGraph:
-        """Returns the graph of a step of so many tokens, over the same cache; a new one in place of a dropped one."""
+        """Returns the graph of a step of `size` tokens, over the same cache; a new one in place of a dropped one."""
         graph = self if size == 1 else self._of_sizes.get(size)
         if graph is None or (size > 1 and graph.state is GraphState.DROPPED):
             graph = self._of_sizes[size] = CapturedGraph(self.function, self.cache, self.view)

@@ -169,7 +169,7 @@ def reference(value: Any, callback: Callable[[Any], None] | None = None) -> Any:
 class Guards:
     """The entries of one model, and their comparison.
 
-    The places of entries, (container, key), are in four lists, one for each kind; `_read` reads what is compared.
+    The locations of entries, (container, key), are in four lists, one for each kind; `_read` reads what is compared.
     Containers 0 to 2 hold the model and the classes of user code, the registered functions in use, and torch's global
     hooks. Then come what these contain: collections, and namespaces of modules, configurations and these classes.
     """
@@ -184,7 +184,7 @@ class Guards:
         roots = {"": modules[""], **{qualified_name(base): base for base in bases if base not in library}}
         self._roots = {name: ref(root) for name, root in roots.items()}
         self.registered = known_code.registered(modules.values())
-        self._nested: list[tuple[int, Any, bool]] = []  # a container's place, and whether it is a namespace
+        self._nested: list[tuple[int, Any, bool]] = []  # a container's location, and whether it is a namespace
         self._paths = ["", "", ""]
         self._names: list[tuple[int, frozenset[str]]] = []  # the attributes in each namespace
         self._objects, self._collections, self._tensors, self._constants = (list[Place]() for _ in range(4))

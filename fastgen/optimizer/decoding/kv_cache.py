@@ -2,7 +2,7 @@
 
 For B inputs with M rows (beams or samples) each:
 
-    layer             prompt: segments that no step writes        generated: a `Generated` for all layers that are alike
+    layer             prompt: segments that no step writes        generated: a `Generated` for all layers of equal shape
     0   self          prefix [1, H, P, D], prompt [B, H, S, D]    [layers, B*M, H, capacity, D], filled up to `lengths`;
     ...                                                           buffers grow towards `limit`
     n   cross         encoder's output [B, H, S, D]               (nothing is added)
@@ -66,7 +66,7 @@ def should_share(
 
 
 class Generated:
-    """Keys and values of each row, in layers that are alike: one buffer for all keys, one for all values.
+    """Keys and values of each row, in layers of equal shape: one buffer for all keys, one for all values.
 
     limit: the most positions of a row; the buffers grow towards it instead of starting there, because many hosts allow
     far more positions than are used. lengths: the number of positions in each layer. unmoved: how many of the first
@@ -186,7 +186,7 @@ class KVCache(Segments):
         return cache
 
     def add_layers(self, prompts: Sequence[tuple[KV, ...]], limit: int | None) -> range:
-        """Adds layers that are alike, with these prompts, and returns their numbers.
+        """Adds layers of equal shape, with these prompts, and returns their numbers.
 
         limit: the most positions that can be added to each row; None for layers that do not grow, which come last.
         """
@@ -287,7 +287,7 @@ class KVCache(Segments):
         return True
 
     def crop(self, layer: int, count: int) -> bool:
-        """Drops the last `count` positions of a layer; returns False if not so many were generated."""
+        """Drops the last `count` positions of a layer; returns False if fewer were generated."""
         if (stored := self.stored_in[layer]) is None:
             return False
         generated, index = stored

@@ -121,7 +121,7 @@ def facts_of(model: nn.Module, known_code: KnownCode) -> ModelInfo:
 
 
 def last_facts_of(model: nn.Module) -> ModelInfo | None:
-    """Returns the facts that an earlier call has asked for, which may no longer be valid."""
+    """Returns the facts that an earlier call has requested, which may no longer be valid."""
     return _facts.get(model)
 
 

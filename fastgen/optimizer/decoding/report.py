@@ -102,7 +102,7 @@ def check(*parts: str) -> Callable[[Function], Function]:
 
 
 class LeaveAlone(Exception):
-    """Leaves the work to the library: each patch catches this in one place, reports `reasons`, and calls the original.
+    """Leaves the work to the library: each patch catches this at one point, reports `reasons`, and calls the original.
 
     A `DecodeStep` catches it if keys and values do not fit a static cache; its steps then run eagerly.
     """
@@ -175,7 +175,7 @@ class Report:
 
     @property
     def unused_kernels(self) -> dict[str, str]:
-        """The kernels of fastgen that did not run, and why; an operation of which none ran is one item."""
+        """The kernels of fastgen that did not run, and why; an operation none of whose kernels ran is one item."""
         unused = {}
         for operation, implementations in ops.kernels().items():
             kernels = [kernel for kernel in implementations if kernel.counted_as]

@@ -1,12 +1,11 @@
 """Row states: what layers of linear attention and state spaces remember of a row's tokens, at fixed addresses.
 
-    tensors     one per state, `[rows, …]`: views of buffers `[states, rows, …]`, one buffer for those that are alike
+    tensors     one per state, `[rows, …]`: views of buffers `[states, rows, …]`, one per shape and dtype
     save ──> a run ──> commit      the run counts
               └──────> rewind      the run is discarded: the tensors hold again what they held before it
 
-A step overwrites all of a state, unlike keys, of which it writes one position. So a run that may be discarded (a
-capture, its comparison, a replay that may diverge) is preceded by `save`, which copies. This module knows no host
-library.
+A step overwrites all of a state, but only one position of keys. So a run that may be discarded (a capture, its
+comparison, a replay that may diverge) is preceded by `save`, which copies. This module knows no host library.
 
 Tests: tests/optimizer/decoding/test_row_states.py
 """

@@ -90,7 +90,7 @@ class SegmentedKV(Tensor):
     usage: counts the operations that worked on the segments, and those that materialized the tensor (`MATERIALIZED` and
         the name).
     groups: how often each head is repeated.
-    base: the tensor of which this is a view in another form; None if it is no view.
+    base: the tensor that this one views in another form; None if it is not a view.
     bounds: for kernels, see `Bounds`; None if there is no spare capacity to hide.
     memory: the materialized tensor, `[rows, kv_heads * groups, length, head_dim]`, or None. Once it is set, the
         segments are outdated.

@@ -141,7 +141,7 @@ class Load:
 
     @staticmethod
     def _busy_with_others() -> float | None:
-        """Returns the seconds since the start of the machine that its CPUs have worked for others."""
+        """Returns the seconds since the start of the machine that its CPUs have worked for other processes."""
         try:
             fields = (PROC / "stat").read_text().split("\n")[0].split()[1:9]
         except OSError:

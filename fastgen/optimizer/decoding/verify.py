@@ -106,8 +106,8 @@ class Run:
 class Verification:
     """The result of `fastgen.verify`.
 
-    rows: the number of compared sequences. others: the share of the CPUs that other programs took, if known. report: of
-    the last call with fastgen.
+    rows: the number of compared sequences. `others`: the share of the CPUs that other programs took, if known. report:
+    of the last call with fastgen.
     """
 
     host: str

@@ -55,7 +55,7 @@ KNOWN = KnownCode(
 class ModelPlan:
     """The modules of a model that get caches of fastgen, and what is left to fairseq.
 
-    reasons: why no module gets one, if so. others: modules that store states as in fairseq. by_input: whether the
+    reasons: why no module gets one, if so. `others`: modules that store states as in fairseq. by_input: whether the
     decoder accepts the encoder's output with one row per input; otherwise it gets all rows. watched: whether hooks see
     what passes between the layers. user_code: user code that a step runs.
     """
@@ -179,7 +179,7 @@ def computes_prompt_in_one_pass(generator: SequenceGenerator, plans: list[ModelP
 
 
 class CallChecks:
-    """The reasons why parts of a call are left to fairseq: a table for each part, of which none may hold.
+    """The reasons why parts of a call are left to fairseq: a table for each part, in which no reason may hold.
 
     max_len: None if the sample has no source. plans: the plan of each model of the ensemble.
     """
@@ -241,7 +241,7 @@ class CallChecks:
     @cached_property
     @check(STEPS)
     def capture(self) -> list[Reason]:
-        """The reasons in the models' layers why steps are not captured; `captures.can_capture` adds others."""
+        """The reasons in the models' layers why steps are not captured; `captures.can_capture` adds more."""
         if len(self.plans) > 1:
             return [Reason("ENSEMBLE", f"an ensemble of {len(self.plans)} models")]
         plan = self.plans[0]

@@ -155,10 +155,10 @@ class Loop:
 
     tokens: `[rows, max_len + 2]`, the first one begins the sentence. scores: sums of log-probabilities,
     `[rows, max_len + 1]`. ignored: which of the first M candidates no longer count, because the sentence has collected
-    so many hypotheses, or because no candidate was left for this place, `[B, M]`. ids: numbers of the sentences in the
-    data set. source_lengths: `[B]`. prefixes: tokens that outputs must begin with, `[B, …]`. prompt: the columns of the
-    prefixes whose keys are in the states of `step`, if any. hypotheses, finished: for all sentences of the call.
-    unfinished: the indices in the batch of the unfinished sentences; the others are about to leave it.
+    an equal number of hypotheses, or because no candidate was left for this slot, `[B, M]`. ids: numbers of the
+    sentences in the data set. source_lengths: `[B]`. prefixes: tokens that outputs must begin with, `[B, …]`. prompt:
+    the columns of the prefixes whose keys are in the states of `step`, if any. hypotheses, finished: for all sentences
+    of the call. unfinished: the indices in the batch of the unfinished sentences; the rest are about to leave it.
     """
 
     def __init__(

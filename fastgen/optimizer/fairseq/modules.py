@@ -94,8 +94,8 @@ def cross_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes attention of the rows to their input, whose rows are folded into the query length of one product.
 
-    key: the encoder's output `[source_length, inputs, …]`, or with as many rows as queries; only the first step reads
-    it. query and result `[length, rows, embed_dim]`; weights, if needed, `[heads, rows, length, source_length]`.
+    key: the encoder's output `[source_length, inputs, …]`, or with the rows of the query; only the first step reads it.
+    query and result `[length, rows, embed_dim]`; weights, if needed, `[heads, rows, length, source_length]`.
     """
     stored = state.prompt(attention)
     if stored is None:

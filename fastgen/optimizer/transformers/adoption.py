@@ -53,11 +53,11 @@ class Storage(Enum):
 
 @dataclass
 class AdoptPlan:
-    """How layers that are alike will be stored when each input gets several rows; `plan_adoption` touches none.
+    """How layers of equal shape will be stored when each input gets several rows; `plan_adoption` touches none.
 
-    places: the part of the cache, and the index there, of each layer. grows: whether steps add positions. branched: the
-    `KVCache` that holds these layers already, for a common prefix. reason: why they are not shared; its text follows
-    their number.
+    `places`: the part of the cache, and the index there, of each layer. grows: whether steps add positions. branched:
+    the `KVCache` that holds these layers already, for a common prefix. reason: why they are not shared; its text
+    follows their number.
     """
 
     storage: Storage

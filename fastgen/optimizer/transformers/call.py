@@ -49,7 +49,7 @@ from fastgen.optimizer.transformers.first_use import FirstUse
 from fastgen.optimizer.transformers.sources import unknown_of
 from fastgen.patching import disabled
 
-# A call with at most so many steps, whose prefill is too small to gain, bypasses fastgen.
+# A call with at most this number of steps, whose prefill is too small to gain, bypasses fastgen.
 MOST_STEPS_OF_TINY_CALL = 2
 
 GROWS = "the static cache: one that grows, because nothing is compiled"
@@ -227,7 +227,7 @@ def forwards() -> dict[type[nn.Module], Forward]:
 
 
 def new_gelu(forward: FasterForward, input: Tensor, call: GenerateCall) -> Tensor | None:
-    """Computes the GELU of GPT-2, GPT-J, T5 v1.1 and others in one pass over the tensor instead of eight.
+    """Computes the GELU of GPT-2, GPT-J, T5 v1.1 and other models in one pass over the tensor instead of eight.
 
     In half precision the original rounds after each of its operations; a table reproduces that.
     """

@@ -168,7 +168,7 @@ class LoopArguments(NamedTuple):
 
 
 class CallChecks:
-    """The reasons why parts of a call are left to the library: a table for each part, of which none may hold.
+    """The reasons why parts of a call are left to the library: a table for each part, in which no reason may hold.
 
     The patch of a loop creates the object, and the call holds it for the prefill. arguments: the arguments of the loop;
     without them only `rows` and `row_states` are available.
@@ -274,7 +274,7 @@ class CallChecks:
     def prefix(self, cache: Any, most: int, moves_columns: bool) -> list[Reason]:
         """Returns why a forward cannot continue from a common prefix in this cache, for up to `most` positions.
 
-        moves_columns: whether columns of a row change places.
+        moves_columns: whether the columns of a row are permuted.
         """
         kind = self.model.config.model_type
         is_old = not compat.LAYERS_ARE_KNOWN
@@ -443,7 +443,7 @@ class CallChecks:
     def compaction(
         self, rows: int, rows_per_input: int, model_kwargs: dict[str, Any], cache_reasons: Sequence[Reason]
     ) -> list[Reason]:
-        """Returns why finished inputs must stay in the batch at this step, such as others that may depend on them.
+        """Returns why finished inputs must stay in the batch at this step, such as inputs that may depend on them.
 
         cache_reasons: why the rows of the cache cannot be moved.
         """

@@ -43,7 +43,7 @@ SORTS_DRAWN = "sort" in inspect.unwrap(GenerationMixin._get_top_k_continuations)
 # Since 5.17 the length of static layers is a tensor without dimensions, as `KVLayer` returns it.
 LAYERS_ARE_KNOWN = getattr(StaticLayer(1), "cumulative_length", torch.ones(1)).dim() == 0
 
-# Newer versions give a streamer its token after they have asked the stopping criteria.
+# Newer versions give a streamer its token after they have called the stopping criteria.
 STREAMS_AFTER_CRITERIA = hasattr(utils, "StopCheck")
 
 

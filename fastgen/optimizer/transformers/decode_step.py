@@ -1,6 +1,6 @@
 """The forwards of one decoding loop of transformers, and the state between them.
 
-Between two steps, rows can change places, and finished inputs can leave. The library keeps these in the batch to the
+Between two steps, rows can be reordered, and finished inputs can leave. The library keeps these in the batch to the
 end, unlike fairseq and CTranslate2.
 
 Tests: tests/optimizer/transformers/test_finished_inputs.py, tests/optimizer/transformers/test_captured_steps.py,
@@ -168,7 +168,7 @@ class TransformersDecodeStep(DecodeStep):
         return self.mode.cache is not None
 
     def want(self, size: int) -> None:
-        """Notes that a graph of so many tokens would have been used."""
+        """Notes that a graph of `size` tokens would have been used."""
         if isinstance(self.mode, StaticSteps):
             self.mode.graph.wanted[size] += 1
 
@@ -358,7 +358,7 @@ class TransformersDecodeStep(DecodeStep):
 
     @cached_property
     def compaction_reasons(self) -> list[Reason]:
-        """Returns why finished inputs must stay in the batch; empty if the others do not depend on them."""
+        """Returns why finished inputs must stay in the batch; empty if the rest do not depend on them."""
         cache_reasons = self._cache_reasons if self.mode.cache is None else []
         reasons = self.checks.compaction(self.rows, self.rows_per_input, self.arguments, cache_reasons)
         self.call.report.add_reasons(COMPACTION, reasons)
@@ -384,7 +384,7 @@ class TransformersDecodeStep(DecodeStep):
 
 
 class StepMasks:
-    """The self-attention masks of consecutive steps, of which each makes one more position visible.
+    """The self-attention masks of consecutive steps; each makes one more position visible.
 
     Building them takes seven launches, and more Python than all other arguments. So the library builds the first two;
     if the second is the first with the new position visible, later steps update it in place.

@@ -1,8 +1,8 @@
 """The steps of a greedy or sampling loop with drafts: forwards of several tokens, and their logits one by one.
 
-`DraftedSteps` stands between the loop and its `TransformersDecodeStep`. Asked for the logits of the next token, it has
-them already if the last forward checked a draft and all rows have followed it so far. Otherwise it drops the keys of
-what was not followed, and runs a forward: of one token, or with the next draft (`decoding/drafts.py`).
+`DraftedSteps` stands between the loop and its `TransformersDecodeStep`. It already has the logits of the next token if
+the last forward checked a draft and all rows have followed it so far. Otherwise it drops the keys of what was not
+followed, and runs a forward: of one token, or with the next draft (`decoding/drafts.py`).
 
 fastgen makes the inputs of several tokens itself, out of those that the library prepares for one: a class may prepare
 several differently. So drafts need a class whose inputs of one token depend on nothing but the arguments
@@ -83,7 +83,7 @@ class Checked:
 class DraftedSteps:
     """Gives the logits of each step of a loop, some of them from the forward of an earlier step.
 
-    step: the `TransformersDecodeStep`, of which drafts only call methods: `outputs_of` a draft, then `advance` for each
+    step: the `TransformersDecodeStep`. Drafts only call its methods: `outputs_of` a draft, then `advance` for each
     token that the loop takes, and `drop`; `next_logits` of a single step. checked: the last draft, if its logits are
     not used up. trial: the draft that is compared with single steps.
     """
@@ -179,7 +179,7 @@ class DraftedSteps:
         return newest
 
     def _cost(self, rows: int, size: int) -> float:
-        """Returns what a forward of so many tokens per row takes, in steps of one token, if both run alike."""
+        """Returns what a forward of `size` tokens per row takes, in steps of one token, if both run alike."""
         path = "replay" if self.step.is_static() else "eager"
         times = self._times_of(self.kind) if self.policy.remembers else None
         return self.call.costs.steps_of_forward(rows, size, times, path)
@@ -217,7 +217,7 @@ class DraftedSteps:
         return Checked(tokens, outputs, outputs.logits, self.step.version(), kind)
 
     def _check(self, input_ids: Tensor, tokens: list[list[int]]) -> Checked | None:
-        """Runs a forward with a draft; returns None if it failed: then single steps go on."""
+        """Runs a forward with a draft; returns None if it failed: then single steps continue."""
         try:
             with self.step.attempt(is_trial=False) as rollback:
                 self.checked = self._forward(input_ids, tokens)
@@ -283,7 +283,7 @@ class DraftedSteps:
         self.call.report.add_reasons(DRAFTS, reasons)
 
     def _timed(self, size: int, run: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs a forward of so many tokens per row and notes its time."""
+        """Runs a forward of `size` tokens per row and notes its time."""
         path = self.step.path(size)
         times = self._times_of(self.kind)
         started = time.perf_counter()

@@ -182,7 +182,7 @@ class FirstUse:
         return (type(model), key) if None in unknown.values() else key
 
     def _has_common_prefix(self) -> bool:
-        """Whether the rows of the prompt begin alike, so that fastgen may compute their prefix once."""
+        """Whether the rows of the prompt have a common prefix, which fastgen may compute once."""
         prompt, mask = (
             self.arguments.get("inputs", self.arguments.get("input_ids")),
             self.arguments.get("attention_mask"),
@@ -242,7 +242,7 @@ class FirstUse:
         return facts.is_sharded or getattr(self.model, "_tp_size", None) is not None
 
     def _noted(self, run: Callable[..., Any], steps: int | None, arguments: dict[str, Any]) -> Noted:
-        """Runs the call, of at most so many steps if it is not None, and notes logits."""
+        """Runs the call, of at most `steps` steps if that is not None, and notes logits."""
         noting = Noting()
         arguments = dict(arguments)
         arguments["logits_processor"] = LogitsProcessorList([noting, *(arguments.get("logits_processor") or ())])
@@ -397,7 +397,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """Returns the argument with copies of processors, caches and others that change while they are used."""
+    """Returns the argument with copies of processors, caches and other objects that change while they are used."""
     if type(value) is dict:
         return {name: _copied(item) for name, item in value.items()}
     if isinstance(value, ModelOutput):

@@ -52,7 +52,7 @@ class PrefixReuse:
     """The prefix that calls of one model keep for each other. check_weights: see `fastgen.reusing_prefix`.
 
     head: the exact number of tokens of a prompt that are kept and reused; if they were not kept, they are computed in a
-    forward of their own. So a call gives the same to the last bit, whatever was called before. None: as many tokens as
+    forward of their own. So a call gives the same to the last bit, whatever was called before. None: the largest number
     possible.
     """
 

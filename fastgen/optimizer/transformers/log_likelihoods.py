@@ -64,7 +64,7 @@ def log_likelihoods(
     if not isinstance(tokens_per_batch, int) or tokens_per_batch < 1:
         raise ValueError(f"tokens_per_batch is {tokens_per_batch!r} (accepted: an integer of at least 1)")
     if len(contexts) != len(continuations):
-        raise ValueError(f"{len(contexts)} contexts and {len(continuations)} continuations (accepted: as many of both)")
+        raise ValueError(f"{len(contexts)} contexts and {len(continuations)} continuations (accepted: equal numbers)")
     check_decoder_only(model)
     embedding = getattr(model.get_input_embeddings(), "weight", None)
     vocabulary = model.config.get_text_config().vocab_size if embedding is None else embedding.shape[0]
@@ -93,7 +93,7 @@ def log_likelihoods(
 
 
 def check_type(model: Any) -> None:
-    """Raises TypeError if this is no model of transformers."""
+    """Raises TypeError if this is not a model of transformers."""
     if not isinstance(getattr(model, "config", None), PreTrainedConfig):
         raise TypeError(f"model is a {type(model).__name__} (accepted: a decoder-only model of transformers)")
 
@@ -191,7 +191,7 @@ class Scorer(SharedForward):
         return should_share(self.call.costs, keys, rows_per_copy)
 
     def _is_worth_a_forward(self, saved_tokens: int) -> bool:
-        """Whether a group saves so many tokens that its forward takes less, whatever FASTGEN_SHARE says."""
+        """Whether a group saves enough tokens to be worth its forward, whatever FASTGEN_SHARE says."""
         return self.call.costs.saves(self.size.tokens(saved_tokens), *self.added)
 
     def answers(self, contexts: list[Context]) -> dict[Pair, LogLikelihood]:

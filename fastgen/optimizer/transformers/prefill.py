@@ -167,7 +167,7 @@ class PrefillPlan:
         return prefix.of_rests(self.first_rows)
 
     def _forward(self, arguments: dict[str, Any], cache: Cache | None, facts: ModelInfo) -> ModelOutput:
-        """Returns the outputs of one row per group. Raises LeaveAlone if a forward of all rows would give others."""
+        """Returns the outputs of one row per group. Raises LeaveAlone if those of a forward of all rows differ."""
         tensors = None if FEWER_ROWS in facts.proofs else facts.row_tensors()
         try:
             with filling_all_rows(cache, self.groups) if kv_layers.is_static(cache) else nullcontext():
@@ -226,7 +226,7 @@ def expand_cache(
     call: GenerateCall,
     is_prefix: bool = False,
 ) -> None:
-    """Expands a cache of `inputs` rows to `rows_per_input` times as many, see `adoption.adopt`.
+    """Expands a cache of `inputs` rows to `inputs * rows_per_input` rows, see `adoption.adopt`.
 
     Until the call ends, a model's latents in segments are expanded segment by segment.
     """
@@ -251,7 +251,7 @@ def groups_of_equal_rows(
     if rows < 2:
         return each, [ONE_ROW]
     if rows % rows_per_input:
-        text = f"{rows} rows are no multiple of {rows_per_input} beams or samples"
+        text = f"{rows} rows are not a multiple of {rows_per_input} beams or samples"
         return each, [Reason("ROWS_NOT_MULTIPLE", text)]
     groups = RowGroups([rows_per_input] * (rows // rows_per_input))
     reasons = too_small_reasons(call, model, arguments, 1 if rows_per_input == 1 else len(groups))

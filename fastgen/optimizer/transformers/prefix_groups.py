@@ -48,7 +48,7 @@ class Context(NamedTuple):
         return len(self.tokens) - prefix, len(self.suffixes), max(map(len, self.suffixes), default=0)
 
     def parts(self, tokens: int) -> Iterator[Context]:
-        """Yields parts of the context with some of its continuations: at most so many tokens, or one continuation.
+        """Yields parts of the context with some of its continuations: at most `tokens` tokens, or one continuation.
 
         Continuations of one token, which need no forward of their own, are in the first part.
         """
@@ -59,7 +59,7 @@ class Context(NamedTuple):
             yield Context(self.tokens, [*(() if start else short), *longer[start : start + count]])
 
 
-# Contexts, each with as many continuations as fit into a batch, and the length of their common prefix.
+# Contexts, each with continuations that fit into a batch, and the length of their common prefix.
 Group = tuple[list[Context], int]
 
 
@@ -74,7 +74,7 @@ def contexts_of(pairs: Iterable[Pair]) -> list[Context]:
 def groups_of(contexts: list[Context], gains: Callable[[int], bool], tokens_per_batch: int) -> list[Group]:
     """Returns the contexts in groups with a common prefix, and the length of each group's prefix.
 
-    gains: returns whether saving so many tokens is worth an additional forward.
+    gains: returns whether saving a number of tokens is worth an additional forward.
     """
     groups = prefix_groups([context.tokens for context in contexts], gains)
 
@@ -126,7 +126,7 @@ def _common(first: numpy.ndarray, second: numpy.ndarray) -> int:
 
 
 def batches(items: list[Any], shape_of: Callable[[Any], tuple[int, int, int]], tokens: int) -> Iterator[list[Any]]:
-    """Yields these items, in order, in batches of at most so many tokens with padding, or of one item.
+    """Yields these items, in order, in batches of at most `tokens` tokens with padding, or of one item.
 
     shape_of: returns the length of an item's first forward, and the rows and length of its second; in a batch the
     largest of each counts.
@@ -175,7 +175,7 @@ class Bucket(NamedTuple):
 def buckets_sync(input_ids: Tensor, mask: Tensor, gains: Callable[[int], bool]) -> list[Bucket]:
     """Returns buckets that hold all rows of `[rows, length]`. Raises LeaveAlone if nothing is gained.
 
-    gains: returns whether saving so many tokens is worth an additional forward.
+    gains: returns whether saving a number of tokens is worth an additional forward.
     """
     tokens = input_ids.cpu().numpy()
     visible = (mask != 0).cpu().numpy()
@@ -193,7 +193,7 @@ def buckets_sync(input_ids: Tensor, mask: Tensor, gains: Callable[[int], bool]) 
         else:
             alone += numbers
     if not groups:
-        raise LeaveAlone([Reason("PREFIX_SHORT", "no rows begin with as many equal tokens as sharing them would need")])
+        raise LeaveAlone([Reason("PREFIX_SHORT", "no rows begin with enough equal tokens to be worth sharing")])
     buckets = _merged(groups, gains)
     if alone:
         buckets.append(Bucket(alone, len(alone), 0, int(ends[alone].max())))

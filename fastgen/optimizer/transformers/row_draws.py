@@ -44,7 +44,7 @@ class RowDraws:
         self._first_length: int | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Returns scores `[rows, vocabulary_size]` with the drawn token of each row at 0, all others at -inf."""
+        """Returns scores `[rows, vocabulary_size]` with the drawn token of each row at 0, the rest at -inf."""
         tokens, total = self._drawn(scores, self._step(input_ids), None)
         # Not finite if the scores are not: then the library's draw raises its own error.
         return torch.full_like(scores, -math.inf).scatter_(1, tokens[:, None], (total * 0).to(scores.dtype))

@@ -83,7 +83,7 @@ class NodeLayer(DynamicLayer):
     def child(self, rows: int, is_leaf: bool, should_share: Callable[[Tensor, int], bool]) -> NodeLayer:
         """Returns the same layer of a node whose rows continue those of this one.
 
-        should_share: whether keys are stored once for so many rows, and not for each of them.
+        should_share: whether keys are stored once for a number of rows, and not for each of them.
         """
         ancestors = []
         for pair in (*self.ancestors, (self.keys, self.values)):
@@ -114,7 +114,7 @@ class SharedForward:
         self.takes_others = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
     def gains(self, saved_tokens: int) -> bool:
-        """Whether saving so many tokens is worth an additional forward."""
+        """Whether saving `saved_tokens` tokens is worth an additional forward."""
         return self.call.costs.pays(self.size.tokens(saved_tokens), *self.added)
 
     def unsupported_reasons(self, length: int, tokens: Sequence[int] = (1, 1)) -> list[Reason]:
@@ -167,7 +167,7 @@ class SharedForward:
             yield
 
     def node(self, rows: int, parent: Any = None, is_leaf: bool = False) -> Any:
-        """Returns the empty cache of a node with so many rows.
+        """Returns the empty cache of a node with `rows` rows.
 
         parent: the filled one whose rows they continue. is_leaf: whether no rows will continue these.
         """
@@ -179,7 +179,7 @@ class SharedForward:
         return node
 
     def should_share(self, keys: Tensor, rows_per_copy: int) -> bool:
-        """Whether keys of a node are stored once for so many rows that continue it."""
+        """Whether keys of a node are stored once for `rows_per_copy` rows that continue it."""
         return True
 
     def logits(self, columns: int, tokens: Tensor, mask: Tensor | None, node: Any = None) -> Tensor:

@@ -78,7 +78,7 @@ def states_of(layers: Iterable[Any]) -> list[Tensor]:
 
 
 def are_filled(layers: Sequence[Any], count: int) -> bool:
-    """Whether a forward has filled all states of these layers, so many, and steps overwrite them in place."""
+    """Whether a forward has filled all `count` states of these layers, and steps overwrite them in place."""
     with_states = [layer for layer in layers if isinstance(getattr(layer, "conv_states", None), dict)]
     if any(getattr(layer, "record_past", False) for layer in with_states):
         return False
@@ -112,7 +112,7 @@ def use(layers: Iterable[Any], tensors: Iterable[Tensor]) -> None:
 def content_of(states: Sequence[Tensor]) -> KVContent:
     """Returns the content of a cache with these states and no keys.
 
-    Its positions are counted by one layer of keys without numbers: of which the last one is that of the last forward.
+    Its positions are counted by one layer of keys without numbers; the last position is that of the last forward.
     """
     keys = states[0].new_empty((len(states[0]), 1, 1, 0))
     return KVContent(len(keys), 1, [()], [(keys, keys)], states=states)

@@ -170,5 +170,5 @@ class TokenScorer(SharedForward):
 
 
 def _padded(values: Tensor, columns: int) -> Tensor:
-    """Returns values `[rows, columns, …]` with so many more columns of zeros."""
+    """Returns values `[rows, columns, …]` with `columns` more columns of zeros."""
     return functional.pad(values, (*[0, 0] * (values.dim() - 2), 0, columns))

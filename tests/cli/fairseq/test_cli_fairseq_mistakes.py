@@ -13,7 +13,7 @@ from fairseq_command_data import CommandData, command_data
 import fastgen
 from fastgen.cli.fairseq.command import eval_lm, generate
 
-DAMAGED = "is no checkpoint, or a damaged one ("
+DAMAGED = "is not a checkpoint, or a damaged one ("
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ FLAGS = [
     ("--postprocess-workers -1", "--postprocess-workers"),
     ("--postprocess-workers many", "argument --postprocess-workers"),
     ("--postprocess-workers 257", "--postprocess-workers 257 (accepted: 0 to 256)"),
-    ("--workers 2", "error: --workers 2 is no flag of this command (accepted: --num-shards N --shard-id I)"),
+    ("--workers 2", "error: --workers 2 is not a flag of this command (accepted: --num-shards N --shard-id I)"),
     ("--sampling --beam 4", "--sampling needs --nbest 4"),
     ("--beam 0", "error: --beam 0 (accepted: 1 or more)"),
     ("--nbest 0", "error: --nbest 0 (accepted: 1 or more)"),
@@ -134,7 +134,7 @@ def test_sentences_that_fairseq_skips_are_counted(data, capfd, multiple):
     assert 0 < missing < 60
     (said,) = (line for line in captured.err.splitlines() if LEFT_OUT in line)
     assert said.startswith(f"{LEFT_OUT}{missing} of 60 sentences, those that are too long (--skip-invalid-size-inputs")
-    assert ("and a last batch that is no multiple of 8" in said) == (multiple == 8)
+    assert ("and a last batch that is not a multiple of 8" in said) == (multiple == 8)
 
 
 @pytest.mark.parametrize(

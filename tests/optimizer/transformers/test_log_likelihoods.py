@@ -302,7 +302,7 @@ def test_nothing_is_shared_if_fastgen_is_disabled():
     ("changed", "error", "message"),
     (
         ({"contexts": "abc", "continuations": ["d"] * 3}, TypeError, "contexts is one string"),
-        ({"continuations": []}, ValueError, r"2 contexts and 0 continuations \(accepted: as many of both\)"),
+        ({"continuations": []}, ValueError, r"2 contexts and 0 continuations \(accepted: equal numbers\)"),
         ({"contexts": [[5], []]}, ValueError, r"contexts\[1\] is empty \(accepted: at least one token\)"),
         ({"continuations": [[], [7]]}, ValueError, r"continuations\[0\] is empty"),
         ({"contexts": ["a", "b"], "continuations": ["c", "d"]}, ValueError, r"contexts\[0\] is a string, and"),

@@ -53,7 +53,7 @@ def _chosen(output: ModelOutput, features: Tensor) -> ModelOutput:
 
 @check(PREFILL)
 def of_first_rows_sync(arguments: dict[str, Any], config: Any, groups: RowGroups) -> dict[str, ModelOutput]:
-    """Returns the images of the first row of each group. Raises LeaveAlone if other rows of a group have others."""
+    """Returns the images of each group's first row. Raises LeaveAlone if other rows of a group have different ones."""
     rows = _rows_sync(arguments, config)
     name = f"argument {IMAGES}"
     firsts = groups.firsts[groups.group_of_row].tolist()

@@ -58,7 +58,7 @@ def causal_lm(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_step(model: Any, args: tuple, kwargs: dict[str, Any], prefix: str) -> bool:
-    """Whether this forward is a decode step of which only logits and cache are read.
+    """Whether this forward is a decode step from which only logits and cache are read.
 
     prefix: the prefix of the decoder's argument names.
     """
@@ -91,7 +91,7 @@ def _is_filled(cache: Any, model: Any, kwargs: dict[str, Any]) -> bool:
         return False
     if kwargs.get("encoder_outputs") is None and kwargs.get("encoder_hidden_states") is None:
         return True
-    layers = range(model.config.num_decoder_layers)  # the library's cache has as many layers as the encoder
+    layers = range(model.config.num_decoder_layers)  # the library's cache has the encoder's number of layers
     return isinstance(cache, EncoderDecoderCache) and all(map(cache.is_updated.get, layers))
 
 

@@ -31,7 +31,7 @@ from fastgen.optimizer.transformers.checks import current_call, generate_call
 from fastgen.optimizer.transformers.outputs import ENCODER_STATES, only_outputs
 from fastgen.optimizer.vocoder import faster_waveform
 
-# The arguments of the library's second call of the speech encoder, of which it uses the first output only.
+# The arguments of the library's second call of the speech encoder; it uses only the first output.
 _ARGUMENTS = ("input_features", "attention_mask")
 ENCODED_ONCE = "speech encoder, once"
 

@@ -171,7 +171,10 @@ CODES: dict[str, dict[str, str]] = {
         "UNVERIFIED": "code that is compared at its first use, and this call cannot be compared",
     },
     "Decode steps, operations and vocoders": {
-        "ATTENTION": "the attention is not supported; in transformers, only sdpa and eager are",
+        "ATTENTION": (
+            "the attention is not supported; in transformers, only sdpa and eager are, and for scores with gradients "
+            "only on a CPU"
+        ),
         "CUDA_STREAM": "user code computes on a stream other than the default",
         "CAPTURE_REFUSED": (
             "an earlier capture of this model (under `FASTGEN_REPEATABLE=1`: of this call) failed, could not be "

@@ -35,10 +35,10 @@ LOOPS = [loop for loop in LAUNCHES if HAS_FAIRSEQ or "fairseq" not in loop]
 # CUDA, and in Triton those of checksums and attention, cuDNN's LSTM, `torch.cuda.graph`, streams that sleep, a second
 # GPU, a bound of a process's memory, errors of a device), and models that other tests cover.
 FILES = ["test_captured_steps_cuda.py", "test_parity_cuda.py", "test_cli_cuda.py", "test_no_repeat_ngram_cuda.py"]
-FILES += ["test_fairseq_parity_cuda.py"] * HAS_FAIRSEQ
+FILES += ["test_token_log_probs_cuda.py", *["test_fairseq_parity_cuda.py"] * HAS_FAIRSEQ]
 LEFT_OUT = "outlives or half or second_gpu or ancestors or tokens_of and (gpt2 or t5 or whisper)"
 COMMANDS, NGRAMS = "plain_loop or resumed", "bans_as_defined and torch or first_kernel"
-TESTS = f"captured_steps and not ({LEFT_OUT}) or {COMMANDS} or {NGRAMS}"
+TESTS = f"captured_steps and not ({LEFT_OUT}) or {COMMANDS} or {NGRAMS} or log_probs"
 FAIRSEQ = "fairseq and (hypotheses or first_words or halves) and not lstm"
 IN_ONE_KERNEL = "ancestors or (beams and tokens_of and (llama or bart)) or hypotheses_of_cuda_graphs"
 ARCHITECTURES = "test_fp32_tokens_and_scores"  # the twin refuses tensors of a CPU among a GPU's

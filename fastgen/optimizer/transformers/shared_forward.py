@@ -120,8 +120,11 @@ class SharedForward:
     def unsupported_reasons(self, length: int, tokens: Sequence[int] = (1, 1)) -> list[Reason]:
         """Returns why a forward of this model cannot be continued from another one, with gradients or without.
 
-        length: the most columns of a row. tokens: two for a trial.
+        length: the most columns of a row. tokens: two for a trial. With gradients on a GPU, attention to segments would
+        be computed by products, whose backward needs all attention weights.
         """
+        if torch.is_grad_enabled() and self.model.device.type != "cpu":
+            return [Reason("ATTENTION", "with gradients, attention to a shared beginning is supported on a CPU only")]
         modules = checkpointing_modules(self.model)
         with switched_off(modules), torch.no_grad():  # the caches of the trial are not written in place
             return checkpointing_reasons(modules) or self._unsupported_reasons(length, tokens)

@@ -18,9 +18,11 @@ import pytest
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps measurements and the hub's files out of the user's folders, which are read when libraries are imported.
 
+    No test reads the hub, and none waits for it on a machine without a network.
     Shells start jobs in the background with Ctrl-C ignored; the commands that tests interrupt would inherit that."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     for name in ("FASTGEN_CACHE", "HF_HOME"):
         if name not in os.environ:
             os.environ[name] = tempfile.mkdtemp(prefix="fastgen-tests-")

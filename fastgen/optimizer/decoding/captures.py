@@ -216,8 +216,7 @@ class Captures:
         self._is_held = self._is_held or graphs.in_use.acquire(blocking=False)
         if not self._is_held:
             raise LeaveAlone([Reason("GRAPHS_IN_USE", "another call uses the model's captured steps")])
-        if content.nbytes > graphs.most_bytes_of_call:
-            graphs.make_room(content.nbytes)
+        graphs.make_room(content.nbytes)
         if content.nbytes > (most_bytes := graphs.most_bytes_of_call):
             raise LeaveAlone([Reason("KV_CACHE_TOO_LARGE", f"keys and values of more than {most_bytes >> 20} MB")])
         self.most = content.generated_length + left - 1  # the last token needs no keys

@@ -72,7 +72,9 @@ class GraphCache:
         return int(free_memory(self.device)) // 2 if self.device.type == "cuda" else MOST_BYTES["cpu"]
 
     def make_room(self, nbytes: int) -> None:
-        """Drops graphs, the least recently used first, until a static cache of `nbytes` bytes is not too large."""
+        """Drops graphs, the least recently used first, until a static cache of `nbytes` bytes fits, if it can fit."""
+        if self.device.type == "cpu" or nbytes > self.most_bytes_of_call + self._nbytes // 2:
+            return
         while self.entries and nbytes > self.most_bytes_of_call:
             self.entries.popitem(last=False)
 

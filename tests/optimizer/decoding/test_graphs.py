@@ -95,7 +95,12 @@ def test_graphs_make_room_for_a_call_that_needs_their_memory(monkeypatch):
     cache.device = torch.device("cuda", 0)
     free = "fastgen.optimizer.decoding.graph_cache.free_memory"
     monkeypatch.setattr(free, lambda device: (5 - len(cache.entries)) * nbytes)
+    cache.make_room(3 * nbytes)  # half of all memory is less
+    assert list(cache.entries) == [0, 1, 2]
     cache.make_room(2 * nbytes)
+    assert list(cache.entries) == [2]
+    cache.device = torch.device("cpu")
+    cache.make_room(1 << 40)
     assert list(cache.entries) == [2]
 
 

@@ -83,8 +83,8 @@ def steps(library, tmp_path_factory):
 @pytest.mark.parametrize(
     "run",
     [
-        "torch",
-        pytest.param("fairseq", marks=needs_fairseq),
+        pytest.param("torch", marks=pytest.mark.slow),
+        pytest.param("fairseq", marks=[needs_fairseq, pytest.mark.slow]),
         "kernel",
         pytest.param("architectures", marks=pytest.mark.slow),
     ],

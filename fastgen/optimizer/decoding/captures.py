@@ -226,7 +226,7 @@ class Captures:
             graphs.set_state(self.call.facts_of(loop.model, loop.checks.known_code))  # may drop all entries
         if not wants_new and key not in graphs.entries:
             return None
-        graph = self.graph_of(content)
+        graph = self.graph_of(content, key)
         try:
             inputs = loop.inputs(tokens, graph, size)
         except CannotPad as error:
@@ -258,10 +258,10 @@ class Captures:
 
     # The graphs of the loop.
 
-    def graph_of(self, content: KVContent) -> CapturedGraph:
-        """Returns a graph whose larger static cache has this content."""
+    def graph_of(self, content: KVContent, key: tuple[Any, ...] | None = None) -> CapturedGraph:
+        """Returns a graph whose larger static cache has this content. key: of the graph, if it is known."""
         loop = self.loop
-        key = self._key_of(content)
+        key = self._key_of(content) if key is None else key
         graph = self.graphs.entries.pop(key, None)
         if graph is None:
             static = StaticKVCache(key[-1], loop.rows_per_input > 1 and loop.attends_in_segments)

@@ -73,7 +73,7 @@ class AdoptPlan:
         if self.branched is not None:
             self.branched.branch(rows_per_input, shares, limit)
         elif self.storage is Storage.LIBRARYS:
-            rows = torch.arange(kv.inputs, device="cpu").repeat_interleave(rows_per_input)
+            rows = _inputs_of_rows(kv)
             for part, index in self.places:
                 layer = part.layers[index]
                 if type(layer) in ADOPTED:
@@ -92,12 +92,17 @@ class AdoptPlan:
         if limit is not None and not shares:
             limit += layers[0].keys.shape[2]
         numbers = kv.add_layers([(pair,) for pair in pairs], limit)
-        rows = torch.arange(kv.inputs, device="cpu").repeat_interleave(kv.rows_per_input)
+        rows = _inputs_of_rows(kv)
         for layer, number in zip(layers, numbers):
             if not shares:
                 kv.repeat_prompt(number)
             turn_into(WITH_STATES[type(layer)], layer, kv, number, user_code)
             state_layers.move(layer, rows)
+
+
+def _inputs_of_rows(kv: KVCache) -> Tensor:
+    """Returns the input of each row, int64, on the host."""
+    return torch.arange(kv.inputs, device="cpu").repeat_interleave(kv.rows_per_input)
 
 
 def adopt(

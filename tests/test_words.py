@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.words import check, check_comments, check_page, count_words, main
+from tools.words import check, check_comments, check_page, check_prose, count_words, main
 
 
 @pytest.mark.parametrize("word", ["Of", "As", "Those", "That"])
@@ -141,3 +141,10 @@ def test_counts_of_words_in_python_are_no_findings(tmp_path, capsys):
     (tmp_path / "module.py").write_text(source, encoding="utf-8")
     assert main(["--counts", str(tmp_path)]) == 0
     assert "     2 place\n" in capsys.readouterr().out
+
+
+def test_comments_and_messages_of_the_package_use_plain_words():
+    lines = ['name = f"{others} are here"', "# the rest and", "# so many others", "others[key] = '`so many`'"]
+    source = "\n".join([*lines, ""])
+    assert [line for line, _ in check_prose(source)] == [3, 3]
+    assert [line for line, _ in check_prose('"""Returns what\nis no folder."""\n')] == [2]

@@ -26,7 +26,6 @@ Tests: tests/test_gpu_check.py, tests/optimizer/test_cuda_twin.py
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import shutil
@@ -332,8 +331,9 @@ def page(results: Results) -> Iterator[str]:
             for case, cell in ended.items():
                 outcome = "not run" if cell["status"] is None else f"status {cell['status']}"
                 yield from ("", f"{part}, {case}: {outcome}, `{' '.join(cell['end'][-1:])}`")
-        errors = {case: cell["error"] for case, cell in results[part].items() if "error" in cell}
-        yield from itertools.chain(*(("", f"{part}, {case}: not ended, `{error}`") for case, error in errors.items()))
+        for case, cell in results[part].items():
+            if "error" in cell:
+                yield from ("", f"{part}, {case}: not ended, `{cell['error']}`")
 
 
 def _number(value: float) -> str:

@@ -140,16 +140,13 @@ MOST_KERNELS = 25  # of a profile
 
 def generate(dry: bool) -> dict[str, Callable[[], Any]]:
     """Returns what measures each model, see `_times`. dry: tiny models."""
-    return {name: partial(_times, name, dry) for name, case in MODELS.items() if case is not None or _has_fairseq()}
+    has_fairseq = find_spec("fairseq") is not None
+    return {name: partial(_times, name, dry) for name, case in MODELS.items() if case is not None or has_fairseq}
 
 
 def profile(dry: bool) -> dict[str, Callable[[], Any]]:
     """Returns what lists the kernels of a captured step for two models, see `_profile`."""
     return {name: partial(_profile, name, dry) for name in PROFILED}
-
-
-def _has_fairseq() -> bool:
-    return find_spec("fairseq") is not None
 
 
 def _call_of(name: str, dry: bool) -> Generate:

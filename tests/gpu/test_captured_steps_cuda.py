@@ -384,7 +384,7 @@ def test_a_replay_copies_no_states_of_the_encoder():
         for seed in range(3):
             assert replays(model, inputs_on_gpu("bart", seed), **BEAMS)
     for graph in graph_cache._graph_caches[model].entries.values():
-        assert any(buffer.shape[-1] == model.config.d_model for buffer in graph._replay._unread.values())
+        assert any(buffer.shape[-1] == model.config.d_model for buffer in graph.step(1).replay._unread.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -10,6 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 from weakref import WeakKeyDictionary
@@ -25,7 +26,7 @@ _FAIRSEQ = "fastgen.optimizer.fairseq"
 # The parts that tests watch, break or replace: what each does, and where the code that uses it looks it up.
 PARTS = {
     # Captured steps.
-    "capture a step": f"{_DECODING}.graphs:CapturedGraph.capture",
+    "capture a step": f"{_DECODING}.graphs:CapturedStep.capture",
     "capture kernels": f"{_DECODING}.graphs:CpuCapture.capture",
     "compare a replay": f"{_DECODING}.captures:differs_sync",
     "fill a static cache": f"{_DECODING}.static_kv_cache:StaticKVCache.load",
@@ -170,6 +171,17 @@ def captured_graphs(model: Any) -> dict[Any, Any]:
 
     cache = graph_cache._graph_caches.get(model)
     return {} if cache is None else dict(cache.entries)
+
+
+def captures_of(refused: list[Any]) -> SimpleNamespace:
+    """Returns what a `CapturedStep` needs of the `Captures` of a call; its refusals are added to `refused`."""
+    from fastgen.optimizer.decoding.graphs import CpuCapture
+
+    graphs = SimpleNamespace(refused=refused, backend=CpuCapture())
+    loop = SimpleNamespace(logits_of=lambda outputs: outputs)
+    policy = SimpleNamespace(is_trusted=lambda state: True)
+    call = SimpleNamespace(report=SimpleNamespace(kernels=Counter()))
+    return SimpleNamespace(graphs=graphs, loop=loop, policy=policy, call=call, refuse=refused.append)
 
 
 def holds_graphs(model: Any) -> bool:

@@ -1,12 +1,13 @@
 """When the steps of a loop are captured, and which captures of earlier calls are used.
 
     Captures          of one loop: begins to capture, and holds the graphs meanwhile
-      ├─ LooksBack        a policy: what is taken over from earlier calls; with FASTGEN_REPEATABLE=1 `Repeatable`
+      ├─ CapturePolicy    what is taken over from earlier calls; with FASTGEN_REPEATABLE=1 nothing that shows
       └─ GraphCache       of the model: its captured steps between two calls, and what calls have found out
 
 Each call runs one forward eagerly, and compares its logits with the first graph's for the same tokens before it
-trusts a replay. If that was a forward of several tokens, the first replay of a single step is compared as well. This
-module knows no host library.
+trusts a replay. If that was a forward of several tokens, the first replay of a single step is compared as well. Graphs
+that the call takes later, over larger caches, are as trusted as earlier calls have left them. This module knows no host
+library.
 
 Tests: tests/optimizer/decoding/test_graphs.py, tests/optimizer/transformers/test_captured_steps.py,
 tests/optimizer/transformers/test_repeatable.py
@@ -31,7 +32,8 @@ from fastgen.optimizer.decoding.graph_cache import GraphCache, graphs_of
 from fastgen.optimizer.decoding.graphs import (
     EXPECTED,
     CapturedGraph,
-    GraphState,
+    CapturedStep,
+    StepState,
     differs_sync,
     reason_of,
 )
@@ -45,68 +47,42 @@ class CannotPad(Exception):
     """No mask among the inputs can hide the padding of a cache."""
 
 
-class Repeatable:
-    """The policy of calls that must not depend on earlier ones, whose graphs only save them a capture.
+class CapturePolicy:
+    """What a call takes over from earlier calls.
 
-    The path of a step (the loop's cache or a static one, the forward or a replay) determines its last bits. So a call
-    takes the path that it would take as the first one. remembers: whether later calls use what
-    a call has proven and measured of drafts.
+    The path of a step (the loop's cache or a static one, the forward or a replay) determines its last bits. So with
+    FASTGEN_REPEATABLE=1 a call takes the path that it would take as the first one, and captures of earlier calls only
+    save it its own. Otherwise it remembers: it uses them at once, captures what many short calls would have used, and
+    trusts what earlier calls have proven and measured of drafts.
     """
 
-    remembers = False
+    def __init__(self) -> None:
+        self.remembers = not CONFIG.repeatable
 
     def uses(self, now: int, earlier: int) -> int:
-        """Returns the uses of a new graph: those of this call, and those that earlier calls would have had for one."""
-        return now
+        """Returns the uses of a new capture: those of this call, and those that earlier calls would have had for it."""
+        return now + earlier if self.remembers else now
 
     def may_reuse(self, graphs: GraphCache) -> bool:
         """Whether a call may use graphs before it would have captured them itself."""
-        return False
+        return self.remembers and bool(graphs.entries)
 
     def take(self, graph: CapturedGraph) -> None:
         """Called with the graph of an earlier call that the loop is about to fill."""
-        graph.forget_sizes()
+        if not self.remembers:
+            graph.forget_drafts()
 
-    def replays(self, graph: CapturedGraph) -> bool:
-        """Whether the next step is this graph's replay, unless the graph was dropped."""
-        return graph.state is not GraphState.NEW and graph.is_used
+    def replays(self, step: CapturedStep) -> bool:
+        """Whether the next run of a step is a replay."""
+        return step.replay is not None and (self.remembers or step.is_used)
 
-    def is_trusted(self, state: GraphState) -> bool:
-        """Whether a graph in this state has been right before, so that an error drops only this graph."""
-        return False
-
-    def is_lasting(self, cause: Exception | str) -> bool:
-        """Whether what this call has found out counts for later ones."""
-        return isinstance(cause, NotRepeatable)  # the model's code causes it
-
-
-class LooksBack(Repeatable):
-    """Graphs of earlier calls are used at once, and a graph that many short calls would have used is captured."""
-
-    remembers = True
-
-    def uses(self, now: int, earlier: int) -> int:
-        return now + earlier
-
-    def may_reuse(self, graphs: GraphCache) -> bool:
-        return bool(graphs.entries)
-
-    def take(self, graph: CapturedGraph) -> None:
-        pass
-
-    def replays(self, graph: CapturedGraph) -> bool:
-        return graph.state is not GraphState.NEW
-
-    def is_trusted(self, state: GraphState) -> bool:
-        return state is GraphState.PROVEN
+    def is_trusted(self, state: StepState) -> bool:
+        """Whether a step in this state has been right before, so that an error drops only this step."""
+        return self.remembers and state is StepState.PROVEN
 
     def is_lasting(self, cause: Exception | str) -> bool:
-        return True
-
-
-def policy_of_new_call() -> Repeatable:
-    """Returns the policy of a new call, by FASTGEN_REPEATABLE."""
-    return Repeatable() if CONFIG.repeatable else LooksBack()
+        """Whether what this call has found out counts for later ones; the model's code causes NotRepeatable."""
+        return self.remembers or isinstance(cause, NotRepeatable)
 
 
 class Captures:
@@ -118,7 +94,7 @@ class Captures:
     def __init__(self, loop: Any) -> None:
         self.loop = loop
         self.call: GenerateCall = loop.call
-        self.policy = policy_of_new_call()
+        self.policy = CapturePolicy()
         self.graphs = graphs_of(loop.model, first_weight(loop.checks.decoder))
         self.most = 0
         self._is_held = False  # True: this call alone may use the graphs
@@ -145,35 +121,31 @@ class Captures:
 
     @property
     def begins_next(self) -> bool:
-        """Whether `begin` will look for a graph, or create one, after the next forward."""
+        """Whether `begin` may look for a graph, or create one, after the next forward."""
         forwards = self.forwards + 1
-        return forwards >= self._next_attempt and (self._is_late_at(forwards) or self.policy.may_reuse(self.graphs))
+        return forwards >= self._next_attempt and (self._is_late(forwards) or self.policy.may_reuse(self.graphs))
 
     def wants_new(self, left: int) -> bool:
         """Whether a new graph is worthwhile for at most `left` further steps: not early, since many calls end early."""
-        if not self._is_late:
+        if not self._is_late(self.forwards):
             return False
         size = size_of(self.loop.checks.decoder, self.loop.checks.known_code)
         rows: int = self.loop.rows
         return is_worth_capturing(self.call.costs, size, rows, left, is_captured=False, device=self.graphs.device)
 
-    @property
-    def _is_late(self) -> bool:
-        return self._is_late_at(self.forwards)
-
-    def _is_late_at(self, forwards: int) -> bool:
+    def _is_late(self, forwards: int) -> bool:
         return forwards >= self.call.costs.captures(self.graphs.device).before
 
     def begin(self, tokens: Tensor, outputs: Any, size: int) -> CapturedGraph | None:
         """Returns a graph that has repeated the last forward, if steps are captured from the next one on.
 
-        The loop's own cache is left as it is. This is tried twice: after the first forward, for graphs of earlier
-        calls, and once enough forwards have run for a new one. outputs, size: of the last forward, and the number of
-        its tokens per row.
+        The loop's own cache is left as it is. This is tried twice, and again after a compaction: after the first
+        forward, for graphs of earlier calls, and once enough forwards have run for a new one. outputs, size: of the
+        last forward, and the number of its tokens per row.
         """
         if self.forwards < self._next_attempt:
             return None
-        is_late, loop, graphs = self._is_late, self.loop, self.graphs
+        is_late, loop, graphs = self._is_late(self.forwards), self.loop, self.graphs
         self._next_attempt = math.inf if is_late else self.call.costs.captures(graphs.device).before
         left = loop.max_length - tokens.shape[1]
         graph = None
@@ -199,7 +171,7 @@ class Captures:
         """Whether a new graph is worthwhile for `left` steps and those of earlier calls; if not, these count later."""
         without, rows = self.graphs.steps_without, self.loop.rows
         wants_new = self.wants_new(self.policy.uses(left, without[rows]))
-        if self._is_late and not wants_new:
+        if self._is_late(self.forwards) and not wants_new:
             without[rows] += left
         return wants_new
 
@@ -232,26 +204,26 @@ class Captures:
         except CannotPad as error:
             self._has_exact_lengths = True
             graphs.has_exact_lengths |= self.policy.is_lasting(error)
-            graphs.put(graph.key, graph)
+            graphs.put(graph)
             graph = self.graph_of(content)
             inputs = loop.inputs(tokens, graph, size)
-        step = graph.of_size(size)
-        replays = self.replays(graph, size) or (size == 1 and wants_new)
-        outputs = step.attempt(inputs, self) if replays else graph.function(inputs)
+        replays = self.replays(graph, size) or (size == 1 and wants_new)  # with the steps of earlier calls without one
+        outputs = graph.step(size).attempt(inputs, self) if replays else graph.function(inputs)
         if outputs is not None and differs_sync(loop.logits_of(outputs), expected):
             self.refuse("logits with static buffers differ from eager")
         leave_alone_for(graphs.refused)
         if outputs is None:
             return None
-        if size > 1 and graph.state is GraphState.PROVEN:  # this call has compared no single step yet
-            graph.state = GraphState.CAPTURED
+        if size > 1 and graph.step(1).state is StepState.PROVEN:  # this call has compared no single step yet
+            graph.step(1).state = StepState.CAPTURED
         return graph
 
     def replays(self, graph: CapturedGraph, size: int) -> bool:
         """Whether the next forward of `size` tokens per row is a replay or, if that pays, a capture."""
-        if self.graphs.refused:
+        step = graph.step(size)
+        if self.graphs.refused or step.state is StepState.DROPPED:
             return False
-        if self.policy.replays(graph.of_size(size)):
+        if self.policy.replays(step):
             return True
         left = (self.most - graph.cache.generated_length) // size
         return self.wants_new(self.policy.uses(left, graph.wanted[size]))
@@ -259,7 +231,7 @@ class Captures:
     # The graphs of the loop.
 
     def graph_of(self, content: KVContent, key: tuple[Any, ...] | None = None) -> CapturedGraph:
-        """Returns a graph whose larger static cache has this content. key: of the graph, if it is known."""
+        """Returns a graph whose static cache has this content and room for more. key: of the graph, if it is known."""
         loop = self.loop
         key = self._key_of(content) if key is None else key
         graph = self.graphs.entries.pop(key, None)

@@ -1,13 +1,14 @@
 """The decode steps of a loop, which are the same for all hosts.
 
     prefill ──> EagerSteps ─────────── `Captures.begin` ──────────> StaticSteps ─┐
-                    ^                                                  │ ^       │ the cache is full, or inputs leave:
-                    └── `leave_captures`: the model has changed, ──────┘ └───────┘ `StaticSteps` over another cache
-                        memory is short, an error
+                                                                       │ ^       │ the cache is full, or inputs leave:
+         EagerSteps, for the rest of the call <── `leave_captures` ────┘ └───────┘ `StaticSteps` over another cache
+              the model has changed, memory is short, or inputs cannot be prepared
 
 `DecodeStep.mode` is one of the two, and `change_to` replaces it until the loop ends. `EagerSteps` use the loop's own
-cache, `StaticSteps` the static cache of a `CapturedGraph`, which captures, replays, or calls the model. The host
-prepares the inputs of each step; only the model's forward is captured. This module knows no host library.
+cache, `StaticSteps` the static cache of a `CapturedGraph`, whose steps are captured, replayed, or forwards of the
+model: after a capture that failed, steps stay static. The host prepares the inputs of each step; only the model's
+forward is captured. This module knows no host library.
 
 A host implements, in addition to `runs_user_code` and, if their defaults do not fit, `attends_in_segments` and
 `is_streamed`:
@@ -21,7 +22,7 @@ Tests: tests/optimizer/transformers/test_captured_steps.py tests/optimizer/fairs
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from fastgen.optimizer.decoding.call import GenerateCall, Rollback
 from fastgen.optimizer.decoding.captures import Captures
-from fastgen.optimizer.decoding.graphs import CapturedGraph, GraphState, reason_of
+from fastgen.optimizer.decoding.graphs import CapturedGraph, reason_of
 from fastgen.optimizer.decoding.report import LOOP, MODEL_CHANGED, STEPS, Reason
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 
@@ -61,6 +62,9 @@ class EagerSteps:
     def path(self, size: int) -> str:
         return "eager"
 
+    def want(self, size: int) -> None:
+        pass
+
     def room(self) -> int | None:
         return None
 
@@ -85,7 +89,6 @@ class StaticSteps:
     def __init__(self, captures: Captures, graph: CapturedGraph) -> None:
         self.captures, self.graph = captures, graph
         self.cache: StaticKVCache = graph.cache
-        self.advance: Callable[[], None] = graph.cache.advance
 
     def outputs_of(self, loop: DecodeStep, tokens: Tensor, size: int, is_trial: bool) -> Any:
         if size == 1 and loop.has_changed():  # drafts have checked this before a forward of several tokens
@@ -100,19 +103,21 @@ class StaticSteps:
             loop.leave_captures(reason_of(error, loop.model))
             return loop.mode.outputs_of(loop, tokens, size, is_trial)
         self.captures.forwards += 1
-        step = graph if size == 1 else graph.of_size(size)
-        if not (step.is_used or self.captures.replays(graph, size)):
-            return graph.function(inputs)
-        outputs = step.run(inputs, self.captures)
-        if self.captures.graphs.refused and graph.state is not GraphState.DROPPED:  # no size is replayed any more
-            graph.drop()
-        return outputs
+        if self.captures.replays(graph, size):
+            return graph.step(size).run(inputs, self.captures)
+        return graph.function(inputs)
 
     def path(self, size: int) -> str:
         return "replay" if self.captures.replays(self.graph, size) else "static"
 
+    def want(self, size: int) -> None:
+        self.graph.wanted[size] += 1
+
     def room(self) -> int:
         return int(self.cache.capacity - self.cache.generated_length)
+
+    def advance(self) -> None:
+        self.cache.advance()
 
     def drop(self, loop: DecodeStep) -> None:
         pass
@@ -133,7 +138,7 @@ class StaticSteps:
 
     def end(self) -> None:
         """Keeps the graph for later calls."""
-        self.captures.graphs.put(self.graph.key, self.graph)
+        self.captures.graphs.put(self.graph)
 
 
 class DecodeStep(AbstractContextManager["DecodeStep"]):
@@ -141,12 +146,12 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
 
     checks: the host's `CallChecks`. max_length: the most tokens that a row can have. rollback: restores what the loop
     has changed, so that the host can start again. steps: the number of steps so far. mode: how the next one runs.
-    captures: begins and holds captures; None if steps are not to be captured, or not any more.
+    captures: begins and holds captures; None if steps are not to be captured, or not any more: then all are eager.
     """
 
     host: str  # the package
 
-    def __init__(self, checks: Any, rows: int, rows_per_input: int, max_length: int, captures: bool) -> None:
+    def __init__(self, checks: Any, rows: int, rows_per_input: int, max_length: int, may_capture: bool) -> None:
         self.checks: Any = checks
         self.call: GenerateCall = checks.call
         self.model: Any = checks.model
@@ -156,7 +161,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         self.mode: EagerSteps | StaticSteps = EagerSteps()
         self.captures: Captures | None = None
         self._is_changed = False  # True: user code has changed the model
-        if captures:
+        if may_capture:
             self.captures = Captures(self)
             self.call.on_exit.callback(self.end)  # called last: caches are returned first
 
@@ -186,8 +191,8 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
     def content(self, left: int) -> tuple[KVContent, Hashable]:
         """Returns the content of the loop's cache, and what else determines a captured step.
 
-        left: how many positions may follow. Its states are those that `keep_states` has kept. Raises LeaveAlone if the
-        cache cannot be static.
+        Also prepares `view_of` and `use`. left: how many positions may follow. Its states are those that `keep_states`
+        has kept. Raises LeaveAlone if the cache cannot be static.
         """
 
     @abstractmethod
@@ -246,13 +251,14 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         if self.steps == 1 and (outputs := self.prefill(tokens)) is not None:
             return outputs
         outputs = self.mode.outputs_of(self, tokens, 1, is_trial=False)
-        self.mode.advance()
+        self.mode.advance()  # the mode may be new, over a cache with the same positions
         return outputs
 
     def outputs_of(self, tokens: Tensor, size: int, is_trial: bool = False) -> Any:
         """Returns the outputs of a forward for the last `size` tokens of `[rows, length]`, all but one of them drafts.
 
-        Its positions are in the cache, but count only after `mode.advance`. is_trial: whether the outputs may be wrong.
+        Its positions are in the cache, but count only after `mode.advance`. is_trial: whether the outputs are only
+        compared with those of single steps, because it is not known yet that they are right.
         """
         return self.mode.outputs_of(self, tokens, size, is_trial)
 

@@ -35,18 +35,19 @@ _nbytes = attrgetter("nbytes")
 class GraphCache:
     """The captured steps of one model in one dtype on one device; the least recently used is dropped first.
 
-    It decides nothing. A call that holds `in_use` takes graphs out of `entries` and puts them back, so that calls with
-    the same shapes take turns. refused: why no more graphs are captured. has_exact_lengths: whether prompts
-    are never padded to a common length: on a CPU in half precision, masked padding could change which of two close
-    logits is larger. steps_without: for each number of rows, the steps of earlier calls that had too few for a graph.
-    in_training: whether the model is trained between calls, which needs the memory.
+    It decides only what memory allows. A call that holds `in_use` takes graphs out of `entries` and puts them back, so
+    that calls with the same shapes take turns. refused: why no more graphs are captured. has_exact_lengths: whether
+    prompts are never padded to a common length: on a CPU in half precision, masked padding could change which of two
+    close logits is larger. steps_without: for each number of rows, the steps of earlier calls that had too few for a
+    graph. in_training: whether the model is trained between calls, which needs the memory. backend: captures kernels
+    on this device.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
         self.dtype = dtype
         self.in_training = False
-        self.capture = CudaCapture(device) if device.type == "cuda" else CpuCapture()
+        self.backend = CudaCapture(device) if device.type == "cuda" else CpuCapture()
         self.in_use = threading.Lock()
         self.refused: list[Reason] = []
         self.has_exact_lengths = device.type == "cpu" and dtype not in (torch.float32, torch.float64)
@@ -89,12 +90,12 @@ class GraphCache:
     def _nbytes(self) -> int:
         return sum(map(_nbytes, self.entries.values()))
 
-    def put(self, key: Hashable, graph: CapturedGraph) -> None:
-        """Stores a graph for other calls; drops the least recently used ones if there are too many."""
+    def put(self, graph: CapturedGraph) -> None:
+        """Stores a graph for other calls if steps are captured; drops the least recently used if there are too many."""
         most_bytes = self._most_bytes_kept(graph)
-        if graph.is_captured and graph.nbytes <= most_bytes:
+        if graph.replays and not self.refused and graph.nbytes <= most_bytes:
             graph.end_call()
-            self.entries[key] = graph
+            self.entries[graph.key] = graph
         while len(self.entries) > MOST_GRAPHS or self._nbytes > most_bytes:
             self.entries.popitem(last=False)
 

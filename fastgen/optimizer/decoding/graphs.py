@@ -143,13 +143,13 @@ def _unused_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
-class GraphState(Enum):
-    """The state of a `CapturedGraph`, which determines whether and how its output is trusted."""
+class StepState(Enum):
+    """The state of a `CapturedStep`, which determines whether and how its output is trusted."""
 
     NEW = "not captured yet"
     CAPTURED = "the next run replays, and compares with the function"
     PROVEN = "replayed: a replay gave the function's output for other inputs than those of the capture"
-    DROPPED = "never replayed again"
+    DROPPED = "not captured or replayed for the rest of the call"
 
 
 class Replay:
@@ -169,10 +169,10 @@ class Replay:
         self.may_diverge = False
 
     def capture(
-        self, function: Callable[[Any], Any], inputs: Any, kernels: CpuCapture | CudaCapture, rewind: Callable[[], None]
+        self, function: Callable[[Any], Any], inputs: Any, backend: CpuCapture | CudaCapture, rewind: Callable[[], None]
     ) -> Any:
         """Captures the function's kernels, and returns its output for these inputs. rewind: undoes what it counts."""
-        output, self._run, self.nbytes, reads = kernels.capture(
+        output, self._run, self.nbytes, reads = backend.capture(
             lambda: function(tree_unflatten(self._buffers, self._structure)), rewind
         )
         self.may_diverge = bool(getattr(self._run, "may_diverge", False))
@@ -216,58 +216,23 @@ class Replay:
             buffer.set_(buffer.new_empty(1).expand(buffer.shape))
 
 
-class CapturedGraph:
-    """One step that can be captured: `run` captures, compares, replays or falls back, and always returns outputs.
-
-    It owns no KV buffers: these belong to `cache`, which it keeps alive, but does not create, move or grow; a forward
-    appends to it, and whatever is discarded resets its write position.
+class CapturedStep:
+    """A forward of some number of tokens per row: `run` captures, compares, replays or falls back to the function.
 
         NEW ──run: capture──> CAPTURED ──run: replay, compared with the function──> PROVEN ──run: replay──> PROVEN
-                              an error, another output, or inputs that do not fit: DROPPED, `run` calls the function
 
-    function: takes nested inputs and adds positions to `cache`. view: the host's view of `cache`. key: of the cache of
-    graphs between calls. is_used: whether it has run since `begin`; if not, it may have been captured by an earlier
-    call, in another branch of the function. wanted: for each number of tokens per row, how often a graph would have
-    been used.
+    An error, another output, or inputs that do not fit make it DROPPED; but what an earlier call has captured is
+    captured anew if inputs do not fit, or if the function takes another branch.
+
+    function: takes nested inputs and adds positions to `cache`, whose write position is reset if a run is discarded.
+    is_used: whether this call has captured or replayed it.
     """
 
-    def __init__(
-        self, function: Callable[[Any], Any], cache: StaticKVCache, view: Any = None, key: Hashable = None
-    ) -> None:
-        self.function, self.cache, self.view, self.key = function, cache, view, key
-        self.state = GraphState.NEW
+    def __init__(self, function: Callable[[Any], Any], cache: StaticKVCache) -> None:
+        self.function, self.cache = function, cache
+        self.state = StepState.NEW
         self.is_used = False
-        self.wanted: Counter[int] = Counter()
-        self._replay: Replay | None = None
-        self._of_sizes: dict[int, CapturedGraph] = {}
-
-    def begin(self, content: KVContent) -> None:
-        """Copies the content into the cache; what was captured before counts as an earlier call's."""
-        self.cache.load(content)
-        for graph in (self, *self._of_sizes.values()):
-            graph.is_used = False
-
-    def of_size(self, size: int) -> CapturedGraph:
-        """Returns the graph of a step of `size` tokens, over the same cache; a new one in place of a dropped one."""
-        graph = self if size == 1 else self._of_sizes.get(size)
-        if graph is None or (size > 1 and graph.state is GraphState.DROPPED):
-            graph = self._of_sizes[size] = CapturedGraph(self.function, self.cache, self.view)
-        return graph
-
-    def forget_sizes(self) -> None:
-        """Forgets the graphs of several tokens."""
-        self._of_sizes.clear()
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether a step of any size is captured."""
-        return any(graph._replay is not None for graph in (self, *self._of_sizes.values()))
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the cache, and of what the graphs of all sizes hold."""
-        replays = [graph._replay for graph in (self, *self._of_sizes.values())]
-        return self.cache.nbytes + sum(replay.nbytes for replay in replays if replay is not None)
+        self.replay: Replay | None = None
 
     def run(self, inputs: Any, captures: Any) -> Any:
         """Returns the outputs for these inputs; the next run overwrites them. captures: the loop's `Captures`."""
@@ -275,83 +240,126 @@ class CapturedGraph:
         return self.function(inputs) if outputs is None else outputs
 
     def attempt(self, inputs: Any, captures: Any) -> Any:
-        """Returns the same from a capture or a replay; None if there is none, and the function has not run instead."""
+        """Returns the same, or None if there is neither a capture nor a replay: the step is dropped then.
+
+        After an error that nobody expects, the outputs are the function's.
+        """
         state = self.state
-        is_earlier = self.state is not GraphState.NEW and not self.is_used
-        outputs = None
-        if state is GraphState.DROPPED or captures.graphs.refused:
+        if state is StepState.DROPPED or captures.graphs.refused:
             return None
-        self.is_used = True
-        may_be_discarded = state is GraphState.CAPTURED or (self._replay is not None and self._replay.may_diverge)
-        if may_be_discarded and self.cache.states.tensors:
-            self.cache.states.save()
         try:
-            if self._replay is None or (is_earlier and self._replay.fitting_leaves(inputs) is None):
-                return self.capture(inputs, captures.graphs.capture)
-            try:
-                outputs = self._prove(inputs, captures) if state is GraphState.CAPTURED else self.replay(inputs)
-            except Diverged:
-                if not is_earlier:
-                    raise
-                self.drop()
-                return self.capture(inputs, captures.graphs.capture)  # the earlier call took another branch
+            return self._captured_or_replayed(inputs, captures)
         except Exception as error:
             if not self.cache.states.can_rewind:  # a proven replay broke off: the loop starts again
                 raise
             self.drop()
             # If the function raises as well, the caller gets the error.
             outputs = None if isinstance(error, EXPECTED) else self.function(inputs)
-            # Of a graph that was right before, an error in this branch of the function drops this graph alone.
+            # Of a step that was right before, an error in this branch of the function drops this step alone.
             if not (isinstance(error, (NotRepeatable, Diverged)) and captures.policy.is_trusted(state)):
                 captures.refuse(error)
-        else:
-            if outputs is not None:
-                captures.call.report.kernels[captures.graphs.capture.name] += 1
-        return outputs
+            return outputs
 
-    def capture(self, inputs: Any, kernels: CpuCapture | CudaCapture) -> Any:
-        """Captures the function with inputs like these, replacing an earlier capture; returns its output for them."""
-        self.state, self._replay = GraphState.DROPPED, None  # in case of an interruption
-        self.cache.states.save()
-        replay = Replay(inputs)
-        output = replay.capture(self.function, inputs, kernels, self.cache.rewind)
-        self.state = GraphState.CAPTURED
-        self._replay = replay
-        return output
-
-    def replay(self, inputs: Any) -> Any:
-        """Returns the output for these inputs, which the next replay overwrites; None if they do not fit."""
-        leaves = None if self._replay is None else self._replay.fitting_leaves(inputs)
-        if self._replay is None or leaves is None:
+    def _captured_or_replayed(self, inputs: Any, captures: Any) -> Any:
+        is_earlier = not self.is_used
+        self.is_used = True
+        replay, backend = self.replay, captures.graphs.backend
+        leaves = None if replay is None else replay.fitting_leaves(inputs)
+        if replay is None or (leaves is None and is_earlier):
+            return self.capture(inputs, backend)
+        if leaves is None:
             self.drop()
             return None
-        return self._replay.run(leaves)
+        is_proven = self.state is StepState.PROVEN
+        if self.cache.states.tensors and (replay.may_diverge or not is_proven):  # the run may be discarded
+            self.cache.states.save()
+        try:
+            outputs = replay.run(leaves) if is_proven else self._prove(replay, leaves, inputs, captures)
+        except Diverged:
+            if not is_earlier:
+                raise
+            self.drop()
+            return self.capture(inputs, backend)  # the earlier call took another branch
+        if outputs is not None:
+            captures.call.report.kernels[backend.name] += 1
+        return outputs
 
-    def _prove(self, inputs: Any, captures: Any) -> Any:
+    def capture(self, inputs: Any, backend: CpuCapture | CudaCapture) -> Any:
+        """Captures the function with inputs like these, replacing an earlier capture; returns its output for them."""
+        self.state, self.replay = StepState.DROPPED, None  # in case of an interruption
+        self.cache.states.save()
+        replay = Replay(inputs)
+        output = replay.capture(self.function, inputs, backend, self.cache.rewind)
+        self.state, self.replay = StepState.CAPTURED, replay
+        return output
+
+    def _prove(self, replay: Replay, leaves: Any, inputs: Any, captures: Any) -> Any:
         """Returns the outputs of the first replay if the function gives the same logits, otherwise None."""
         expected = captures.loop.logits_of(self.function(inputs))
         self.cache.rewind()
-        outputs = self.replay(inputs)
-        if outputs is not None and differs_sync(captures.loop.logits_of(outputs), expected):
+        outputs = replay.run(leaves)
+        if differs_sync(captures.loop.logits_of(outputs), expected):
             self.drop()
             captures.refuse("a replay gave other logits than the forward")
             return None
-        if outputs is not None:
-            self.state = GraphState.PROVEN
+        self.state = StepState.PROVEN
         return outputs
 
     def drop(self) -> None:
         """Ends all replays, and rewinds the cache, so that a discarded attempt leaves no trace."""
-        self.state = GraphState.DROPPED
-        self._replay = None
-        self._of_sizes.clear()
+        self.state, self.replay = StepState.DROPPED, None
         self.cache.rewind()
+
+
+class CapturedGraph:
+    """The captured steps over one static cache, by their number of tokens per row.
+
+    It owns no KV buffers: these belong to `cache`, which it keeps alive, but does not create, move or grow; a step
+    appends to it, and whatever is discarded resets its write position.
+
+    function: of its steps, see `CapturedStep`. view: the host's view of `cache`. key: of the graph in a `GraphCache`.
+    wanted: for each number of tokens per row, how often a step would have been replayed.
+    """
+
+    def __init__(
+        self, function: Callable[[Any], Any], cache: StaticKVCache, view: Any = None, key: Hashable = None
+    ) -> None:
+        self.function, self.cache, self.view, self.key = function, cache, view, key
+        self.wanted: Counter[int] = Counter()
+        self._steps: dict[int, CapturedStep] = {}
+
+    def begin(self, content: KVContent) -> None:
+        """Copies the content into the cache; what was captured before counts as an earlier call's."""
+        self.cache.load(content)
+        for size, step in list(self._steps.items()):
+            step.is_used = False
+            if step.state is StepState.DROPPED:
+                del self._steps[size]
+
+    def step(self, size: int) -> CapturedStep:
+        """Returns the step of `size` tokens per row."""
+        if size not in self._steps:
+            self._steps[size] = CapturedStep(self.function, self.cache)
+        return self._steps[size]
+
+    def forget_drafts(self) -> None:
+        """Forgets the steps of several tokens."""
+        self._steps = {1: self.step(1)}
+
+    @property
+    def replays(self) -> list[Replay]:
+        """The captures of all its steps."""
+        return [step.replay for step in self._steps.values() if step.replay is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the cache, and of what the captures hold."""
+        return self.cache.nbytes + sum(replay.nbytes for replay in self.replays)
 
     def end_call(self) -> None:
         """Releases the caller's tensors."""
-        for graph in (self, *self._of_sizes.values()):
-            if graph._replay is not None:
-                graph._replay.release()
+        for replay in self.replays:
+            replay.release()
 
 
 def torch_settings() -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ from fastgen.ops.tracing import NotRepeatable
 from fastgen.optimizer.decoding.call import Rollback, undo_of_attributes, undo_of_random_numbers, undo_of_tensors
 from fastgen.optimizer.decoding.captures import CannotPad
 from fastgen.optimizer.decoding.cost_model import CostModel, ModelSize, size_of
-from fastgen.optimizer.decoding.decode_step import DecodeStep, StaticSteps
+from fastgen.optimizer.decoding.decode_step import DecodeStep
 from fastgen.optimizer.decoding.graphs import CapturedGraph
 from fastgen.optimizer.decoding.report import COMPACTION, STEPS, LeaveAlone, Reason, check, leave_alone_for
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
@@ -68,11 +68,11 @@ class TransformersDecodeStep(DecodeStep):
         checks: CallChecks,
         processors: Any,
         rows_per_input: int,
-        captures: bool = False,
+        may_capture: bool = False,
         sources: list[list[int]] | None = None,
     ) -> None:
         config, arguments = checks.arguments.generation_config, checks.arguments.model_kwargs
-        super().__init__(checks, len(checks.arguments.input_ids), rows_per_input, config.max_length or 0, captures)
+        super().__init__(checks, len(checks.arguments.input_ids), rows_per_input, config.max_length or 0, may_capture)
         self.generation_config, self.processors, self.arguments = config, processors, arguments
         self.drafts = None if sources is None else DraftedSteps(self, sources)
         self._dynamic: Any = None  # the cache before a capture, for eager steps afterwards
@@ -140,7 +140,7 @@ class TransformersDecodeStep(DecodeStep):
     def attempt(self, is_trial: bool) -> Rollback:
         """Returns a context that drops the positions of a forward, even of one that failed in some layer.
 
-        is_trial: whether the forward may have changed more than the cache.
+        is_trial: as in `outputs_of`: the forward may have changed more than the cache.
         """
         rollback = Rollback()
         if (static := self.mode.cache) is not None:
@@ -169,8 +169,7 @@ class TransformersDecodeStep(DecodeStep):
 
     def want(self, size: int) -> None:
         """Notes that a graph of `size` tokens would have been used."""
-        if isinstance(self.mode, StaticSteps):
-            self.mode.graph.wanted[size] += 1
+        self.mode.want(size)
 
     def drop(self) -> None:
         """Drops the positions of a forward that do not count."""
@@ -220,7 +219,7 @@ class TransformersDecodeStep(DecodeStep):
         is_cross = self.model.config.is_encoder_decoder
         name = MASKS[is_cross]
         masks = self._masks.next(graph.cache)
-        if masks is not None:  # the library builds none then
+        if masks is not None:  # the library builds none if it gets one of four dimensions
             arguments[name] = self._masks.leaves[0]
         inputs = self.model.prepare_inputs_for_generation(tokens, next_sequence_length=length, **arguments)
         if inputs.pop(*graph.view, None) is None:  # as Phi-3 does, where its rotary positions change
@@ -245,8 +244,7 @@ class TransformersDecodeStep(DecodeStep):
     def content(self, left: int) -> tuple[KVContent, Hashable]:
         if (cache := self.arguments.get(self._cache_name)) is None:
             raise LeaveAlone([Reason("NO_CACHE", "there is no cache")])
-        self._dynamic = cache
-        self._cache = ref(cache)  # later arguments hold a graph's view, which a step returns as its cache
+        self._dynamic = cache  # later arguments hold a graph's view, which a step returns as its cache
         states, self._earlier_states = self._earlier_states, []
         content = kv_layers.content_of(cache, left, states)
         most = (kv_layers.length_of(cache) or 0) + left
@@ -259,13 +257,12 @@ class TransformersDecodeStep(DecodeStep):
 
     def use(self, static: StaticKVCache) -> None:
         self._masks.forget()
-        if (cache := self._cache()) is not None:
-            if not kv_layers.is_adopted(cache):
-                self.call.on_exit.callback(kv_layers.give_back, self._cache)
-            kv_layers.use(cache, static)
+        if not kv_layers.is_adopted(self._dynamic):
+            self.call.on_exit.callback(kv_layers.give_back, ref(self._dynamic))
+        kv_layers.use(self._dynamic, static)
 
     def leave(self, static: StaticKVCache) -> None:
-        kv_layers.give_back(self._cache)
+        kv_layers.give_back(ref(self._dynamic))
         self.arguments[self._cache_name] = self._dynamic
 
     def keep_states(self) -> None:

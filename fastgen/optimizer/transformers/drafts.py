@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import Cache
 
 from fastgen.models.cache_names import CACHE_NAMES
-from fastgen.optimizer.decoding.captures import policy_of_new_call
+from fastgen.optimizer.decoding.captures import CapturePolicy
 from fastgen.optimizer.decoding.cost_model import ForwardTimes
 from fastgen.optimizer.decoding.drafts import Drafts, Text
 from fastgen.optimizer.decoding.graphs import differs_sync
@@ -90,7 +90,7 @@ class DraftedSteps:
 
     def __init__(self, step: Any, sources: list[list[int]]) -> None:
         self.step, self.sources = step, sources
-        self.call, self.model, self.policy = step.call, step.model, policy_of_new_call()
+        self.call, self.model, self.policy = step.call, step.model, CapturePolicy()
         self.drafts = Drafts([], self._cost, _padding_of(step))
         self.checked: Checked | None = None
         self.trial: Checked | None = None

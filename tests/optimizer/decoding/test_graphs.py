@@ -5,10 +5,11 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from hooks import captured_graphs, holds_graphs, limits
+from hooks import captured_graphs, captures_of, holds_graphs, limits
 from parity import same_tokens
 from reports import capturing, replays
 from tiny_models import padded, tiny
@@ -17,7 +18,7 @@ from torch import nn
 from fastgen.optimizer.decoding import captures, graphs
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.graph_cache import MOST_BYTES, GraphCache
-from fastgen.optimizer.decoding.graphs import CapturedGraph, CpuCapture, CudaCapture, GraphState
+from fastgen.optimizer.decoding.graphs import CapturedGraph, CpuCapture, CudaCapture, StepState
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.static_kv_cache import StaticKVCache, capacity_for
 from fastgen.optimizer.transformers.checks import KNOWN
@@ -34,24 +35,31 @@ def cache_of_one_layer(rows: int = 2) -> StaticKVCache:
     return static
 
 
-def graph_of(rows: int = 2) -> CapturedGraph:
-    graph = CapturedGraph(lambda inputs: inputs["number"] + 1, cache_of_one_layer(rows))
-    graph.capture({"number": torch.zeros(3)}, CpuCapture())
+def graph_of(rows: int = 2, key: int = 0) -> CapturedGraph:
+    graph = CapturedGraph(lambda inputs: inputs["number"] + 1, cache_of_one_layer(rows), key=key)
+    graph.step(1).capture({"number": torch.zeros(3)}, CpuCapture())
     return graph
+
+
+def replayed(graph: CapturedGraph, inputs: Any) -> Any:
+    (replay,) = graph.replays
+    leaves = replay.fitting_leaves(inputs)
+    return None if leaves is None else replay.run(leaves)
 
 
 def test_inputs_that_no_replay_reads_are_not_copied():
     """Such inputs are the states of the encoder, which may still be an output."""
     graph = CapturedGraph(lambda inputs: (inputs["number"] + 1, inputs["states"]), cache_of_one_layer())
     states = torch.randn(1000)
-    assert graph.capture({"number": torch.zeros(3), "states": states}, CpuCapture())[1].data_ptr() == states.data_ptr()
+    _, returned = graph.step(1).capture({"number": torch.zeros(3), "states": states}, CpuCapture())
+    assert returned.data_ptr() == states.data_ptr()
     assert graph.nbytes < graph.cache.nbytes + states.nbytes
     others = torch.randn(1000)
-    number, returned = graph.replay({"number": torch.ones(3), "states": others})
+    number, returned = replayed(graph, {"number": torch.ones(3), "states": others})
     assert torch.equal(number, torch.full((3,), 2.0)) and torch.equal(returned, others)
     alive = weakref.ref(others.untyped_storage())
     graph.end_call()
-    assert graph.replay({"number": torch.ones(3), "states": torch.randn(999)}) is None
+    assert replayed(graph, {"number": torch.ones(3), "states": torch.randn(999)}) is None
     del returned, others
     gc.collect()
     assert alive() is None
@@ -61,14 +69,14 @@ def test_graphs_used_least_recently_are_dropped(monkeypatch):
     graph_cache = GraphCache(torch.device("cpu"), torch.float32)
     with limits(most_graphs=3):
         for key in range(3):
-            graph_cache.put(key, graph_of())
-        graph_cache.put(0, graph_cache.entries.pop(0))
-        graph_cache.put(3, graph_of())
+            graph_cache.put(graph_of(key=key))
+        graph_cache.put(graph_cache.entries.pop(0))
+        graph_cache.put(graph_of(key=3))
     assert list(graph_cache.entries) == [2, 0, 3]
     monkeypatch.setitem(MOST_BYTES, "cpu", 2 * graph_of().nbytes)
-    graph_cache.put(4, graph_of())
+    graph_cache.put(graph_of(key=4))
     assert list(graph_cache.entries) == [3, 4]
-    graph_cache.put(5, graph_of(rows=20))  # larger than the bound: not kept
+    graph_cache.put(graph_of(rows=20, key=5))  # larger than the bound: not kept
     assert list(graph_cache.entries) == [3, 4]
 
 
@@ -78,12 +86,12 @@ def test_a_gpu_keeps_a_part_of_free_memory_but_not_in_training(monkeypatch):
     monkeypatch.setattr("fastgen.optimizer.decoding.graph_cache.free_memory", lambda device: 3.0 * graph.nbytes)
     monkeypatch.setitem(MOST_BYTES, "cuda", 0)
     cache = GraphCache(device, torch.float32)
-    cache.put(0, graph)  # a quarter of four times its size, of which it takes one
+    cache.put(graph)  # a quarter of four times its size, of which it takes one
     assert list(cache.entries) == [0]
-    cache.put(1, graph_of())  # 2 of 5: one too many
+    cache.put(graph_of(key=1))  # 2 of 5: one too many
     assert list(cache.entries) == [1]
     cache.in_training = True
-    cache.put(2, graph_of())
+    cache.put(graph_of(key=2))
     assert not cache.entries
 
 
@@ -91,7 +99,7 @@ def test_graphs_make_room_for_a_call_that_needs_their_memory(monkeypatch):
     cache = GraphCache(torch.device("cpu"), torch.float32)
     nbytes = graph_of().nbytes
     for key in range(3):
-        cache.put(key, graph_of())
+        cache.put(graph_of(key=key))
     cache.device = torch.device("cuda", 0)
     free = "fastgen.optimizer.decoding.graph_cache.free_memory"
     monkeypatch.setattr(free, lambda device: (5 - len(cache.entries)) * nbytes)
@@ -106,12 +114,39 @@ def test_graphs_make_room_for_a_call_that_needs_their_memory(monkeypatch):
 
 def test_a_replay_gets_the_inputs_of_its_call_in_captured_shapes():
     graph = graph_of()
-    assert graph.replay({"number": torch.arange(3.0)}).tolist() == [1, 2, 3]
+    assert replayed(graph, {"number": torch.arange(3.0)}).tolist() == [1, 2, 3]
     number = torch.zeros(3)
-    assert graph.replay({"number": number}).tolist() == [1, 1, 1]
+    assert replayed(graph, {"number": number}).tolist() == [1, 1, 1]
     number += 5  # the same tensor with another content
-    assert graph.replay({"number": number}).tolist() == [6, 6, 6]
-    assert graph.replay({"number": torch.zeros(4)}) is None and graph.state is GraphState.DROPPED
+    assert replayed(graph, {"number": number}).tolist() == [6, 6, 6]
+    assert replayed(graph, {"number": torch.zeros(4)}) is None
+
+
+def test_a_refused_model_keeps_no_graphs():
+    cache = GraphCache(torch.device("cpu"), torch.float32)
+    cache.put(graph_of())
+    assert list(cache.entries) == [0]
+    cache.entries.clear()
+    cache.refused = ["the model is refused"]
+    cache.put(graph_of())
+    assert not cache.entries
+
+
+def test_a_step_with_other_inputs_is_dropped_until_the_next_call():
+    graph, captures_of_call = graph_of(), captures_of(refused := [])
+    step = graph.step(1)
+    step.is_used = True
+    assert step.run({"number": torch.zeros(4)}, captures_of_call).tolist() == [1, 1, 1, 1]
+    assert step.state is StepState.DROPPED and graph.step(1) is step and not refused
+    graph.begin(graph.cache.content())
+    assert graph.step(1).state is StepState.NEW
+
+
+def test_an_earlier_capture_is_replaced_for_other_inputs():
+    graph = graph_of()
+    step = graph.step(1)
+    assert step.run({"number": torch.zeros(4)}, captures_of([])).tolist() == [1, 1, 1, 1]
+    assert step.state is StepState.CAPTURED
 
 
 @pytest.mark.usefixtures("captures")  # whose buffers may be small

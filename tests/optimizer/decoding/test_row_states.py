@@ -1,13 +1,11 @@
 """Row states move with their rows, and a run that does not count leaves them as they were."""
 
-from collections import Counter
-from types import SimpleNamespace
-
 import pytest
 import torch
+from hooks import captures_of
 from torch import Tensor
 
-from fastgen.optimizer.decoding.graphs import CapturedGraph, CpuCapture, GraphState
+from fastgen.optimizer.decoding.graphs import CapturedStep, StepState
 from fastgen.optimizer.decoding.row_states import RowStates, specs_of
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 
@@ -21,14 +19,6 @@ def cache_with_states(states: list[Tensor] = STATES) -> StaticKVCache:
     static = StaticKVCache(content.spec(8))
     static.load(content)
     return static
-
-
-def captures_of(refused: list) -> SimpleNamespace:
-    graphs = SimpleNamespace(refused=refused, capture=CpuCapture())
-    loop = SimpleNamespace(logits_of=lambda outputs: outputs)
-    policy = SimpleNamespace(is_trusted=lambda state: True)
-    call = SimpleNamespace(report=SimpleNamespace(kernels=Counter()))
-    return SimpleNamespace(graphs=graphs, loop=loop, policy=policy, call=call, refuse=refused.append)
 
 
 def test_states_at_fixed_addresses_move_with_their_rows():
@@ -62,7 +52,7 @@ def test_states_are_rewound_until_the_run_counts():
     assert torch.equal(static.states.tensors[0], STATES[0] + 1)
 
 
-def test_each_run_of_a_graph_advances_its_states_once():
+def test_each_run_of_a_step_advances_its_states_once():
     static = cache_with_states()
     first = static.states.tensors[0]
 
@@ -70,13 +60,13 @@ def test_each_run_of_a_graph_advances_its_states_once():
         first.add_(number)
         return first.sum()[None]
 
-    graph, refused = CapturedGraph(function, static), []
+    step, refused = CapturedStep(function, static), []
     for count in range(1, 6):  # captured, compared, replayed
-        outputs = graph.run(torch.ones(1), captures_of(refused))
+        outputs = step.run(torch.ones(1), captures_of(refused))
         assert torch.equal(first, STATES[0] + count)
         assert outputs.item() == first.sum().item()
         static.advance()
-    assert graph.state is GraphState.PROVEN and not refused
+    assert step.state is StepState.PROVEN and not refused
 
 
 def test_states_of_a_replay_that_diverges_are_rewound():
@@ -89,29 +79,29 @@ def test_states_of_a_replay_that_diverges_are_rewound():
             first.mul_(2)
         return first.sum()[None]
 
-    graph = CapturedGraph(function, static)
+    step = CapturedStep(function, static)
     expected = STATES[0].clone()
     for number in (1.0, 1.0, 1.0, 5.0, 1.0):
         expected = (expected + 1) * (2 if number > 3 else 1)
-        graph.run(torch.tensor([number]), captures_of([]))
+        step.run(torch.tensor([number]), captures_of([]))
         static.advance()
         assert torch.equal(first, expected), number
-    assert graph.state is GraphState.DROPPED
+    assert step.state is StepState.DROPPED
 
 
 def test_an_error_in_a_proven_replay_is_not_hidden():
     """Its states are lost: the loop must start again."""
     static = cache_with_states()
     first = static.states.tensors[0]
-    graph = CapturedGraph(lambda number: first.add_(number).sum()[None], static)
+    step = CapturedStep(lambda number: first.add_(number).sum()[None], static)
     for _ in range(3):
-        graph.run(torch.ones(1), captures_of([]))
+        step.run(torch.ones(1), captures_of([]))
         static.advance()
 
     def fails() -> None:
         first.add_(1)
         raise IndexError("no such position")
 
-    graph._replay._run = fails
+    step.replay._run = fails
     with pytest.raises(IndexError, match="no such position"):
-        graph.run(torch.ones(1), captures_of([]))
+        step.run(torch.ones(1), captures_of([]))

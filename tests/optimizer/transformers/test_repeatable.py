@@ -88,7 +88,7 @@ def diverge(model: torch.nn.Module) -> None:
     """Makes the next call replay a step that diverges."""
     beams(model)
     (graph,) = captured_graphs(model).values()
-    graph._replay.run = mock.Mock(side_effect=Diverged("a scalar has changed"))
+    graph.step(1).replay.run = mock.Mock(side_effect=Diverged("a scalar has changed"))
 
 
 @pytest.mark.usefixtures("repeatable", "share_always")

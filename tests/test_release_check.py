@@ -30,6 +30,8 @@ def test_the_changelog_begins_with_the_version():
         ("0.2.0", "v0.2.0", None),
         ("0.3.0", "", "an entry for 0.3.0"),
         ("0.2.0", "v0.2.1", "the tag is v0.2.1 (accepted: v0.2.0)"),
+        ("0.3.0.dev0", "", None),
+        ("0.3.0.dev0", "v0.3.0", "0.3.0.dev0 is not a release"),
     ],
 )
 def test_a_release_has_an_entry_and_its_tag(version, tag, problem):

@@ -1,8 +1,8 @@
 """Shows that the version can be released: `make release-check`, or `make release-check TAG=v0.1.0` for a tag.
 
-CHANGELOG.md has an entry for the version of fastgen, dated if there is a tag, which names the same version; dist/ holds
-the sources and wheels of that version, and no others; links in the metadata lead to the tag; README's command for
-transformers runs.
+CHANGELOG.md has an entry for the version of fastgen, unless that is between two releases; if there is a tag, it names
+the version, and the entry has a date. dist/ holds the sources and wheels of that version, and no others; links in the
+metadata lead to the tag; README's command for transformers runs.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ DISTRIBUTION = "fastgen_generate"
 
 def changelog_problems(text: str, version: str, tag: str) -> list[str]:
     """Returns why the entries of a changelog and the tag, empty if there is none, do not fit the version."""
+    if ".dev" in version:  # between two releases
+        return [f"fastgen {version} is not a release (accepted: a version without .dev)"] if tag else []
     headings = re.findall(r"^## (\S+?), (.+)$", text, re.MULTILINE)
     if not headings or headings[0][0] != version:
         return [f"CHANGELOG.md begins with {headings[:1]} (accepted: an entry for {version})"]

@@ -1,4 +1,5 @@
 """Hooks of mkdocs.yml: publishes README.md and other pages that lie outside of docs/, and files that pages link to.
+The site's name is that of the project with its version.
 
 Links in pages are those of the repository, so that they work on GitHub; here they become the site's.
 """
@@ -21,6 +22,13 @@ PAGES = {
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)#\s]+)")
 NESTED = re.compile(r"^  (?=- )", re.MULTILINE)  # two spaces are enough on GitHub; mkdocs' Markdown wants four
 SHORT_CODE = re.compile(r"<code>(?=[^<]{1,30}</code>)")
+
+
+def on_config(config: Any) -> Any:
+    """Adds fastgen's version to the name of the site, which is the title of each page."""
+    (version,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "fastgen/__init__.py").read_text(), re.MULTILINE)
+    config.site_name = f"{config.site_name} {version}"
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -32,7 +32,7 @@ from measure import Options, UsageError, commit, cpu, describe_cpu, failures, he
 from fastgen.optimizer.decoding.timing import Load
 
 KINDS = {  # and the modules that have their cases
-    **dict.fromkeys(("generate", "prefix", "rollouts", "constrained"), "calls"),
+    **dict.fromkeys(("models", "generate", "prefix", "rollouts", "constrained"), "calls"),
     "fairseq": "fairseq_cases",
     **dict.fromkeys(("pipeline", "fairseq_command"), "commands"),
     "lm_eval": "lm_eval_cases",
@@ -108,7 +108,7 @@ class Results:
 
 def others(load: Load) -> float:
     """Returns the share of the CPUs that other programs took; 0 if the system does not say."""
-    return round(load.others() or 0.0, 3)
+    return round(load.share() or 0.0, 3)
 
 
 def describe(result: Mapping[str, Any]) -> str:

@@ -39,16 +39,25 @@ class Model:
     sizes: dict[str, Any] = field(default_factory=dict)
     title: str = ""
 
-    def make(self) -> Any:
-        """Returns the model for inference, with the same random weights in each call."""
+    def make(self, dtype: torch.dtype = torch.float32) -> Any:
+        """Returns the model for inference, with the same random weights in each call, drawn in `dtype`."""
         kind = resolve_name(self.kind)
         torch.manual_seed(0)
-        return kind(kind.config_class(**self.sizes)).eval()
+        usual = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            return kind(kind.config_class(**self.sizes)).eval()
+        finally:
+            torch.set_default_dtype(usual)
 
 
 def both_ends(**sizes: int) -> dict[str, int]:
     """Returns the same sizes for an encoder and a decoder."""
     return {f"{end}_{name}": size for end in ("encoder", "decoder") for name, size in sizes.items()}
+
+
+def widths(hidden_size: int, intermediate_size: int) -> dict[str, int]:
+    return {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
 
 
 # The decoder begins with padding, because random weights repeat any other token, even the end token.
@@ -65,15 +74,21 @@ WIDTH512 = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 
 WIDTH512 |= {"num_key_value_heads": 4, "vocab_size": 8000, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LINEAR512 = {"head_dim": 64, "num_experts": 4, "mlp_only_layers": [*range(8)], "num_hidden_layers": 8}
 PROPHETNET = {"hidden_size": 1024, **both_ends(ffn_dim=4096), "num_encoder_layers": 12, "num_decoder_layers": 12}
-_BART = "transformers:BartForConditionalGeneration"
+NLLB = {"vocab_size": 256_206, "decoder_start_token_id": 1, "forced_eos_token_id": None}
+WHISPER_SMALL = {"vocab_size": 51865, "d_model": 768, **both_ends(layers=12, attention_heads=12, ffn_dim=3072)}
+WHISPER_LARGE = {"vocab_size": 51866, "d_model": 1280, **both_ends(layers=32, attention_heads=20, ffn_dim=5120)}
+WHISPER_LARGE |= {"num_mel_bins": 128}
+QWEN3 = {"vocab_size": 151_936, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
+QWEN3 |= {"head_dim": 128, "tie_word_embeddings": True, "pad_token_id": 0}
+LLAMA_8B = {"vocab_size": 128_256, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA_8B |= {"pad_token_id": 0}
+_BART, _WHISPER = "transformers:BartForConditionalGeneration", "transformers:WhisperForConditionalGeneration"
 MODELS = {
     "bart-base": Model(_BART, BART_BASE | BART, "BART-base"),
     "bart-large": Model(_BART, BART, "BART-large"),
     "distilbart": Model(_BART, BART | {"decoder_layers": 6}, "DistilBART"),
     "t5-base": Model("transformers:T5ForConditionalGeneration", T5_BASE | {"decoder_start_token_id": 0}, "T5-base"),
-    "whisper-tiny": Model(
-        "transformers:WhisperForConditionalGeneration", WHISPER_TINY | NOT_SUPPRESSED, "Whisper-tiny"
-    ),
+    "whisper-tiny": Model(_WHISPER, WHISPER_TINY | NOT_SUPPRESSED, "Whisper-tiny"),
     "gpt2-small": Model("transformers:GPT2LMHeadModel", {"pad_token_id": 50256}, "GPT-2-small"),
     "llama-like": Model("transformers:LlamaForCausalLM", GROUPED | LLAMA, "Llama-like"),
     "qwen-like": Model("transformers:Qwen2ForCausalLM", GROUPED | QWEN, "Qwen-like"),
@@ -85,6 +100,14 @@ MODELS = {
     ),
     "mistral-512": Model("transformers:MistralForCausalLM", WIDTH512 | {"sliding_window": 128}, "Mistral-like"),
     "qwen3-next-512": Model("transformers:Qwen3NextForCausalLM", WIDTH512 | LINEAR512, "Qwen3-Next-like"),
+    # As published, at full depth and width.
+    "bart-large-cnn": Model(_BART, BART, "BART-large-CNN"),
+    "nllb-600m": Model("transformers:M2M100ForConditionalGeneration", NLLB, "NLLB-200-distilled-600M"),
+    "whisper-small": Model(_WHISPER, WHISPER_SMALL | NOT_SUPPRESSED, "Whisper-small"),
+    "whisper-large-v3": Model(_WHISPER, WHISPER_LARGE | NOT_SUPPRESSED, "Whisper-large-v3"),
+    "qwen3-0.6b": Model("transformers:Qwen3ForCausalLM", QWEN3 | widths(1024, 3072), "Qwen3-0.6B"),
+    "qwen3-1.7b": Model("transformers:Qwen3ForCausalLM", QWEN3 | widths(2048, 6144), "Qwen3-1.7B"),
+    "llama-8b": Model("transformers:LlamaForCausalLM", LLAMA_8B | widths(4096, 14336), "Llama-3.1-8B"),
     "demo": Model("", title="the demo model"),
 }
 
@@ -151,6 +174,15 @@ SEGMENTS = beams(5, return_timestamps=True, return_segments=True, **NEW48)
 IDS, NAMES = {"max_new_tokens": 4, "eos_token_id": None}, {"max_new_tokens": 13, "eos_token_id": 1}
 ENDS = list(range(FIRST_WORD, 50257, 41))  # one token in 41 ends a row
 CASES: dict[str, dict[str, Call]] = {
+    "models": {
+        "bart-large-cnn": Call("bart-large-cnn", 4, 512, SUMMARY),
+        "nllb-600m": Call("nllb-600m", 4, 64, beams(5)),
+        "whisper-small": Call("whisper-small", 4, 30, beams(5)),
+        "whisper-large-v3": Call("whisper-large-v3", 1, 30, beams(5, **NEW16)),
+        "qwen3-0.6b": Call("qwen3-0.6b", 2, 256, samples(8)),
+        "qwen3-1.7b": Call("qwen3-1.7b", 1, 256, samples(8)),
+        "llama-8b": Call("llama-8b", 1, 128, samples(4, **NEW16)),
+    },
     "generate": {
         "bart-beam4": Call("bart-base", 4, 512, SUMMARY),
         "bart-beam4-one-row": Call("bart-base", 1, 64, beams(4)),
@@ -203,7 +235,7 @@ class Work:
 
     def __init__(self, case: Call, options: Options, model: Any = None) -> None:
         self.case = case
-        self.model = make_model(case.model) if model is None else model
+        self.model = make_model(case.model, options.torch_dtype) if model is None else model
         torch.manual_seed(1)
         self.inputs = make_inputs(case, self.model)
         self.arguments = {"max_new_tokens": 32, "eos_token_id": None, **case.arguments}
@@ -326,12 +358,12 @@ class ConstrainedWork(Work):
         return {"tokens": f"{same} of {len(stock.sequences)}", "equal": equal}
 
 
-def make_model(name: str) -> Any:
+def make_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
     if name == "demo":
         from transformers import AutoModelForSeq2SeqLM
 
         return AutoModelForSeq2SeqLM.from_pretrained(demo_path()).eval()
-    return MODELS[name].make()
+    return MODELS[name].make(dtype)
 
 
 def make_inputs(case: Call, model: Any) -> Inputs:

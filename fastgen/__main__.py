@@ -138,7 +138,8 @@ def report() -> str:
     versions += [_version(package) for package in _PACKAGES]
     states = fastgen.status()
     states[:] = [
-        replace(one, reason=errors.get(one.name, one.reason)) if one.state == "pending" else one for one in states
+        replace(state, reason=errors.get(state.name, state.reason)) if state.state == "pending" else state
+        for state in states
     ]
     kernels = [(name, *_usable_and_not(listed)) for name, listed in ops.kernels().items()]
     head = [", ".join(versions), *_source_tree(Path(fastgen.__file__).parents[1]), *_build_of_kernels(), *_rates()]
@@ -181,11 +182,13 @@ def _source_tree(tree: Path) -> list[str]:
     if not (tree / "setup.py").is_file():
         return []
     installed = list(metadata.distributions(name=_DISTRIBUTION))
-    for folder in {Path(str(one.locate_file(""))).resolve() for one in installed} - {tree.resolve()}:
+    for folder in {Path(str(distribution.locate_file(""))).resolve() for distribution in installed} - {tree.resolve()}:
         if (folder / "fastgen" / "__init__.py").is_file():
             hides = f"It hides the fastgen installed in {folder}, and has only the kernels that were built in the tree."
             return [f"runs from the source tree {tree}", hides, f"Use another folder, or pip install -e {tree}"]
-    is_editable = any('"editable": true' in (one.read_text("direct_url.json") or "") for one in installed)
+    is_editable = any(
+        '"editable": true' in (distribution.read_text("direct_url.json") or "") for distribution in installed
+    )
     return [f"runs from the source tree {tree}" + ("" if is_editable else f", not installed: pip install -e {tree}")]
 
 

@@ -51,18 +51,18 @@ def replaced(owner: Any, name: str, by: Callable) -> Iterator[None]:
 
 @contextmanager
 def watched(
-    owner: Any, name: str, error: BaseException | type[BaseException] | None = None, after: int = 0
+    owner: Any, name: str, error: BaseException | type[BaseException] | None = None, start: int = 0
 ) -> Iterator[list[Call]]:
     """Yields a list to which each call of this attribute is appended when it ends.
 
-    error: raised by its calls as if it were fastgen's own, except by the first `after` ones.
+    error: raised by its calls from index `start` on, as if it were fastgen's own.
     """
     calls: list[Call] = []
 
     def noting(original: Callable, *args: Any, **kwargs: Any) -> Any:
         result = None
         try:
-            if error is not None and len(calls) >= after:
+            if error is not None and len(calls) >= start:
                 raise error
             result = original(*args, **kwargs)
         finally:

@@ -48,7 +48,7 @@ def simulated(monkeypatch):
         return call
 
     monkeypatch.setattr(demo.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(demo.Load, "others", lambda load: 0.04)
+    monkeypatch.setattr(demo.Load, "share", lambda load: 0.04)
     monkeypatch.setattr(demo, "WAYS", {"loop": way("loop", 8), "fast": way("fast", 4), "command": way("command", 2)})
     return calls
 
@@ -64,7 +64,7 @@ def test_each_way_of_the_demo_is_warmed_up_and_measured(simulated, sample, tmp_p
 
 def test_seconds_of_a_busy_machine_are_not_compared(simulated, sample, tmp_path, monkeypatch, capsys):
     shares = iter([0.02, 0.61, 0.03])
-    monkeypatch.setattr(demo.Load, "others", lambda load: next(shares))
+    monkeypatch.setattr(demo.Load, "share", lambda load: next(shares))
     assert demo.main(sample, tmp_path / "output.txt") == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "Other programs took up to 61% of the CPUs, so these seconds do not say" in text and "times as" not in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.words import check, check_comments, check_page, check_prose, count_words, main
+from tools.words import check, check_comments, check_names, check_page, check_prose, main
 
 
 @pytest.mark.parametrize("word", ["Of", "As", "Those", "That"])
@@ -124,23 +124,24 @@ def test_words_reads_pages_and_kernels_of_a_folder(tmp_path, capsys):
     assert [line.partition(": ")[0] for line in lines] == [f"{tmp_path}/kernel.cpp:1", f"{tmp_path}/page.md:1"]
 
 
-def test_counts_of_words_in_python_are_no_findings(tmp_path, capsys):
-    source = (
-        "for one in [each for each in rows]:\n"
-        "    before = place_of(one)  # the place of others\n"
-        "    memory = in_place(before)\n"
-    )
-    counts = count_words([source])
-    assert counts == {
-        "place": 2,
-        "others": 1,
-        "one (loop variable)": 1,
-        "each (loop variable)": 1,
-        "before (name)": 1,
-    }
-    (tmp_path / "module.py").write_text(source, encoding="utf-8")
-    assert main(["--counts", str(tmp_path)]) == 0
-    assert "     2 place\n" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    "line",
+    [
+        "rows = [each for each in range(3)]",
+        "for one in rows: ...",
+        "before = 1",
+        "def name(asked): ...",
+        "self.others = 1",
+        "_place, rest = pair",
+    ],
+)
+def test_names_of_the_package_are_not_those_of_a_dialect(line):
+    [(number, text)] = check_names(f"first = 1\n{line}\n")
+    assert number == 2 and ": write " in text
+
+
+def test_functions_of_the_package_may_have_any_name():
+    assert check_names("def after(self, count): ...\nlater_count = in_place = 1\n") == []
 
 
 def test_comments_and_messages_of_the_package_use_plain_words():

@@ -98,7 +98,7 @@ def measured(way: Callable[[Path, Path], None], lines: list[str], output: Path) 
             way(first, Path(folder, "warm-up.txt"))
         load, begun = Load(), time.perf_counter()
         way(source, written)
-        seconds, others = time.perf_counter() - begun, load.others()
+        seconds, others = time.perf_counter() - begun, load.share()
         shutil.move(written, output)
     return Run(output.read_text(encoding="utf-8").splitlines(), seconds, others)
 

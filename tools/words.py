@@ -1,14 +1,11 @@
-"""Checks words: of Python files their docstrings, names and tests; of pages, of comments in C++, and of comments and
-strings of the package the plain words.
+"""Checks words: of Python files their docstrings, names and tests; of pages, of comments in C++, and of comments,
+strings and names of the package the plain words.
 
     python tools/words.py fastgen tests docs csrc README.md
-    python tools/words.py --counts fastgen tools
 
-Prints a line for each finding, with what to write instead, and exits with status 1 if there is any. In Python,
-comprehensions may bind any name, because their variables end on the same line, and keywords of calls are not bound by
-the caller. In a page, code and what is generated between two markers are not read.
-
-With --counts it prints instead how often Python files use words of `COUNTED`, which are not findings.
+Prints a line for each finding, with what to write instead, and exits with status 1 if there is any. Outside of the
+package, comprehensions may bind any name, because their variables end on the same line. Keywords of calls are not bound
+by the caller. In a page, code and what is generated between two markers are not read.
 """
 
 from __future__ import annotations
@@ -18,12 +15,11 @@ import io
 import re
 import sys
 import tokenize
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 OPENINGS = ("Of", "As", "Those", "That")
-PACKAGE = "fastgen"  # whose comments and strings are checked as well
+PACKAGE = "fastgen"  # whose comments, strings and names are checked as well
 NAMES = frozenset({"found", "given", "known", "made", "kept", "one"})
 MOST_CHARACTERS = 60
 
@@ -50,10 +46,14 @@ CODE = re.compile(r"`[^`\n]*`|\]\([^)\n]*\)|https?://\S+")
 BEGIN_GENERATED = re.compile(r"<!-- (tools/generated_pages\.py|measured|make matrix|gpu-check: begin) -->")
 END_GENERATED = re.compile(r"<!-- (end|end of make matrix|gpu-check: end) -->")
 
-# Words that --counts counts in Python files: anywhere, as loop variables, as names of any variable.
-COUNTED = ("place", "asked", "others", "so many", "stands for", "hears", "of which")
-LOOP_VARIABLES = ("one", "each")
-TIMES = ("before", "after", "earlier", "later")
+# Names of the dialect in the package, and what to write instead.
+IN_PACKAGE = {
+    **dict.fromkeys(("one", "each"), "the noun: row, module, name"),
+    **dict.fromkeys(("place", "places"), "index, position, slot, offset"),
+    **dict.fromkeys(("before", "after", "earlier", "later"), "previous and next, old and new, start"),
+    "asked": "requested, wanted",
+    "others": "rest, remaining, or the plural of the noun",
+}
 
 Finding = tuple[int, str]
 Documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -61,21 +61,16 @@ Functions = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def main(arguments: list[str]) -> int:
-    counts = "--counts" in arguments
-    names = [argument for argument in arguments if argument != "--counts"]
-    files = sorted({file for name in names for file in checked_files(Path(name)) if not counts or is_python(file)})
+    files = sorted({file for name in arguments for file in checked_files(Path(name))})
     if not files:
-        accepted = "Python files" if counts else f"files that end in {', '.join(CHECKS)}"
-        print(f"no files to check in {' '.join(names) or 'no folder'} (accepted: {accepted}, or folders of these)")
+        accepted = f"files that end in {', '.join(CHECKS)}"
+        print(f"no files to check in {' '.join(arguments) or 'no folder'} (accepted: {accepted}, or folders of these)")
         return 2
     texts = {file: file.read_text(encoding="utf-8") for file in files}
-    if counts:
-        for word, count in count_words(texts.values()).most_common():
-            print(f"{count:6} {word}")
-        return 0
     findings = [(file, line, text) for file in files for line, text in CHECKS[file.suffix](texts[file])]
-    package = [file for file in files if is_python(file) and file.parts[0] == PACKAGE]
-    findings += [(file, line, text) for file in package for line, text in check_prose(texts[file])]
+    package = [file for file in files if file.suffix == ".py" and file.parts[0] == PACKAGE]
+    for file in package:
+        findings += [(file, line, text) for line, text in check_prose(texts[file]) + check_names(texts[file])]
     for file, line, text in findings:
         print(f"{file}:{line}: {text}")
     return 1 if findings else 0
@@ -84,10 +79,6 @@ def main(arguments: list[str]) -> int:
 def checked_files(path: Path) -> list[Path]:
     """Returns `path` itself, or the files in it and in its folders that have a check."""
     return sorted(file for file in path.rglob("*") if file.suffix in CHECKS) if path.is_dir() else [path]
-
-
-def is_python(file: Path) -> bool:
-    return file.suffix == ".py"
 
 
 # Python.
@@ -146,18 +137,11 @@ def names_of_tests(tree: ast.Module) -> Iterator[Finding]:
             yield node.lineno, text
 
 
-def count_words(sources: Iterable[str]) -> Counter[str]:
-    """Returns how often Python sources use the words of `COUNTED`, and bind those of the other two lists."""
-    words = {word: re.compile(rf"(?<![a-z])(?<!in[ _-]){word}(?![a-rt-z])", re.IGNORECASE) for word in COUNTED}
-    counts: Counter[str] = Counter()
-    for source in sources:
-        counts.update({word: len(pattern.findall(source)) for word, pattern in words.items()})
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
-                loop = [name.id for name in ast.walk(node.target) if isinstance(name, ast.Name)]
-                counts.update(f"{name} (loop variable)" for name in loop if name in LOOP_VARIABLES)
-            counts.update(f"{name} (name)" for _, name in names_bound_by(node) if name.strip("_") in TIMES)
-    return +counts
+def check_names(source: str) -> list[Finding]:
+    """Returns where a Python file of the package binds one of `IN_PACKAGE`, in comprehensions too; not functions."""
+    nodes = (node for node in ast.walk(ast.parse(source)) if not isinstance(node, Functions))
+    bound = [(line, name, name.strip("_")) for node in nodes for line, name in names_bound_by(node)]
+    return [(line, f"`{name}`: write {IN_PACKAGE[word]}") for line, name, word in bound if word in IN_PACKAGE]
 
 
 # Prose.

@@ -78,12 +78,12 @@ class AudioInput:
         arrays = [item.arrays for item in items if item.arrays is not None]
         if items[0].group != LONG:
             return dict(self._extractor.pad(arrays, padding=True, return_tensors="pt"))
-        longest = max(each["attention_mask"].size for each in arrays)
+        longest = max(features["attention_mask"].size for features in arrays)
 
         def padded(array: np.ndarray) -> np.ndarray:
             return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, longest - array.shape[-1])])
 
-        return {name: torch.from_numpy(np.stack([padded(each[name]) for each in arrays])) for name in arrays[0]}
+        return {name: torch.from_numpy(np.stack([padded(features[name]) for features in arrays])) for name in arrays[0]}
 
     def _fill(self, item: Item, path: str) -> None:
         name = " ".join(path.splitlines())
@@ -183,19 +183,21 @@ def _mp3_sources(path: Path) -> Iterator[tuple[int, bool]]:
     with path.open("rb", buffering=0) as file:
         while (start := file.tell()) == 0 or (end - start > LONGEST_FRAME and not data.startswith(MP3_TAGS, start)):
             syncs = FRAME_SYNC.finditer(data, start + 1, start + 2 * LONGEST_FRAME)
-            places = (place for place in (start, *(match.start() for match in syncs)) if _opens(file, place))
-            if (place := next(places, None)) is None:
+            positions = (
+                position for position in (start, *(match.start() for match in syncs)) if _opens(file, position)
+            )
+            if (position := next(positions, None)) is None:
                 rewritten = "accepted: a file rewritten by ffmpeg"
                 raise RecordError(f"holds no sound that can be read from byte {start} of {len(data)} on ({rewritten})")
-            file.seek(place)
-            yield file.fileno(), _mp3_has_length(data, place)
+            file.seek(position)
+            yield file.fileno(), _mp3_has_length(data, position)
 
 
-def _opens(file: FileIO, place: int) -> bool:
+def _opens(file: FileIO, position: int) -> bool:
     """Whether libsndfile recognises a sound at a position in a file; an MP3 may begin in the middle of a frame."""
     import soundfile
 
-    file.seek(place)
+    file.seek(position)
     with suppress(soundfile.LibsndfileError), soundfile.SoundFile(file.fileno(), closefd=False):
         return True
     return False

@@ -255,10 +255,10 @@ class BatchConfig:
     named: Callable[..., str] = field(default=as_argument, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for each in settings_of_run():
-            value = getattr(self, each.name)
-            if value is not None and each.name != "gen":
-                vars(self)[each.name] = self._checked(each.name, each.metadata["accepts"], value)
+        for setting in settings_of_run():
+            value = getattr(self, setting.name)
+            if value is not None and setting.name != "gen":
+                vars(self)[setting.name] = self._checked(setting.name, setting.metadata["accepts"], value)
         gen = [(name, self._checked(name, partial(_checked_setting, name), value)) for name, value in self.gen]
         input_format = self.input_format or ("jsonl" if names_records(self.input) else "text")
         is_json = is_jsonl(self.output) or self.task in AUDIO_OUT or input_format != "text"
@@ -321,19 +321,21 @@ class BatchConfig:
     def check_outputs(self, number: int) -> None:
         """Raises InputError for several outputs per line of text, unless `join_outputs` is set."""
         if number > 1 and not self.join_outputs and not self.writes_records:
-            asked = self.named("num_return_sequences", number)
+            requested = self.named("num_return_sequences", number)
             joined = self.named("join_outputs", True)
             ways = f"{self.named('output_format', 'jsonl')}, or {joined} to join them with ####"
-            raise InputError(f"{asked} does not go with one line of text per input (accepted: {ways})")
+            raise InputError(f"{requested} does not go with one line of text per input (accepted: {ways})")
 
     def _check_contradictions(self) -> None:
         """Raises InputError for settings that exclude each other, and for those that need another one."""
-        rivals = [(each.name, *each.metadata["not_with"]) for each in settings_of_run() if self.setting(each.name)]
-        asked = [[self.setting(name) for name in names] for names in (*rivals, ("max_length", "max_new_tokens"))]
+        rivals = [
+            (setting.name, *setting.metadata["not_with"]) for setting in settings_of_run() if self.setting(setting.name)
+        ]
+        exclusive = [[self.setting(name) for name in names] for names in (*rivals, ("max_length", "max_new_tokens"))]
         settings = [(name, self.named(name, value)) for name, value in self.gen]
         settings += [(setting, self.setting(name)) for name, setting in ASKS_FOR.items()]
-        asked += [[what for name, what in settings if name == each] for each in dict(settings)]
-        for contradicting in asked:
+        exclusive += [[what for name, what in settings if name == key] for key in dict(settings)]
+        for contradicting in exclusive:
             if len(contradicting := list(filter(None, contradicting))) > 1:
                 raise InputError(f"{' and '.join(contradicting)} contradict each other (accepted: one of them)")
         self.check_needs(knows_input=not self.reads_records)
@@ -343,37 +345,37 @@ class BatchConfig:
 
         knows_input: whether INPUT was looked at; before, records of any kind may turn out to be chats.
         """
-        for each in settings_of_run():
-            needed = each.metadata["needs"]
+        for setting in settings_of_run():
+            needed = setting.metadata["needs"]
             if (
                 needed
-                and self.setting(each.name)
+                and self.setting(setting.name)
                 and not self.setting(needed[0])
                 and (knows_input or needed[0] != "chat")
             ):
-                raise InputError(f"{self.setting(each.name)} needs {self.named(*needed)}")
+                raise InputError(f"{self.setting(setting.name)} needs {self.named(*needed)}")
 
     def _check_task(self) -> None:
         """Raises InputError for settings that do not go with the kind of run."""
         task = self.setting("task")
         if self.task not in TASKS and (near := get_close_matches(self.task or "", TASKS, cutoff=0.85)):
             raise InputError(f"{task} is not known (did you mean {near[0]}?)")
-        tasks = {each.name: each.metadata["tasks"] for each in settings_of_run()} | TASKS_OF_GENERATE
-        asked = task if self.task in OF_SOUND else self.setting("chat") or self.setting("causal_lm")
+        tasks = {setting.name: setting.metadata["tasks"] for setting in settings_of_run()} | TASKS_OF_GENERATE
+        requested = task if self.task in OF_SOUND else self.setting("chat") or self.setting("causal_lm")
         for name in sorted(tasks):
             if not (what := self.setting(name)) or self.kind in tasks[name]:
                 continue
             if tasks[name] == set(AUDIO_OUT):
                 raise InputError(f"{what} needs {self.named('task', ' or '.join(AUDIO_OUT))}")
-            raise InputError(f"{what} does not go with {asked}, {WHY_REFUSED[self.kind]} (accepted: one of them)")
+            raise InputError(f"{what} does not go with {requested}, {WHY_REFUSED[self.kind]} (accepted: one of them)")
 
     def _check_settings(self) -> None:
         """Raises InputError for settings of generate that cannot be set, or that have no effect."""
         settings = dict(self.gen)
         from_file = self.generation_config or {}
-        asked = [(name, value, self.named(name, value)) for name, value in self.gen]
-        asked += [(name, value, f"{self.named('generation_config')}: {name}") for name, value in from_file.items()]
-        for name, value, what in asked:
+        requested = [(name, value, self.named(name, value)) for name, value in self.gen]
+        requested += [(name, value, f"{self.named('generation_config')}: {name}") for name, value in from_file.items()]
+        for name, value, what in requested:
             if name in REFUSED_SETTINGS and value:
                 scores = f"{self.named('output_sequence_scores', True)}, {self.named('output_format', 'jsonl')}"
                 raise InputError(f"{what} cannot be set: a run asks generate for what it writes (for scores: {scores})")
@@ -417,13 +419,13 @@ class BatchConfig:
 @cache
 def settings_of_run() -> tuple[Any, ...]:
     """Returns the fields of BatchConfig that are settings."""
-    return tuple(each for each in fields(BatchConfig) if each.metadata)
+    return tuple(setting for setting in fields(BatchConfig) if setting.metadata)
 
 
 def names_of(**decisions: Any) -> tuple[str, ...]:
     """Returns the names of the settings with these decisions, such as affects=NOTHING."""
     chosen = decisions.items()
-    return tuple(each.name for each in settings_of_run() if chosen <= each.metadata.items())
+    return tuple(setting.name for setting in settings_of_run() if chosen <= setting.metadata.items())
 
 
 def is_jsonl(path: str) -> bool:

@@ -58,10 +58,10 @@ def _is_missing(name: str) -> bool:
         return True
 
 
-def check_device(asked: str, device: str | None) -> None:
+def check_device(setting: str, device: str | None) -> None:
     """Raises InputError if this is a GPU and torch cannot use any; a build without CUDA need not be imported for that.
 
-    `asked`: the setting and its value in the form for messages.
+    `setting`: the setting and its value in the form for messages.
     """
     spec = find_spec("torch")
     if not (device or "").startswith("cuda") or spec is None or spec.origin is None:
@@ -70,14 +70,14 @@ def check_device(asked: str, device: str | None) -> None:
         build = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
         if not build["cuda"] and not build.get("hip"):
             version = build["__version__"]
-            raise InputError(f"{asked}: torch {version} is built without CUDA (accepted: cpu, or a torch with CUDA)")
+            raise InputError(f"{setting}: torch {version} is built without CUDA (accepted: cpu, or a torch with CUDA)")
     import torch
 
     if not torch.cuda.is_available():
-        raise InputError(f"{asked}: torch finds no GPU (accepted: cpu)")
+        raise InputError(f"{setting}: torch finds no GPU (accepted: cpu)")
 
 
-def did_you_mean(name: str, names: Collection[str], otherwise: str, before: str = "") -> str:
+def did_you_mean(name: str, names: Collection[str], otherwise: str, prefix: str = "") -> str:
     """Returns a hint for an unknown name, in brackets: the nearest of `names` with a prefix, or else `otherwise`."""
     near = get_close_matches(name, sorted(names), n=1)
-    return f" (did you mean {before}{near[0]}?)" if near else f" ({otherwise})"
+    return f" (did you mean {prefix}{near[0]}?)" if near else f" ({otherwise})"

@@ -173,7 +173,7 @@ def read_chunks(
         for ended in _ended_lines(file, longest):
             for start in range(0, len(ended), lines):
                 chunk = enumerate(ended[start : start + lines][: last - number], start=number + 1)
-                yield [Line(place, raw[:longest], len(raw) > longest) for place, raw in chunk]
+                yield [Line(line_number, raw[:longest], len(raw) > longest) for line_number, raw in chunk]
                 number += min(lines, len(ended) - start)
                 if number >= last:
                     return  # without waiting for further lines

@@ -86,7 +86,9 @@ class TextGenerator:
             accepted = ", ".join(map(str, names))
             raise InputError(f"text_field={self._text_field!r} is not a column (accepted: {accepted})")
         columns = {name: inputs[name] for name in names}
-        columns = {name: each.to_pylist() if hasattr(each, "to_pylist") else each for name, each in columns.items()}
+        columns = {
+            name: column.to_pylist() if hasattr(column, "to_pylist") else column for name, column in columns.items()
+        }
         records = list(self.iterate(columns[self._text_field]))
         loaded = self._task.loaded
         output: dict[str, Any] = {"text": "", "tokens": 0}
@@ -95,7 +97,7 @@ class TextGenerator:
         if loaded.model.config.model_type == "whisper":  # short recordings have no segments
             output["segments"] = [{"start": 0.0, "end": 0.0, "text": ""}]
         examples = {"input_tokens": 0, "outputs": [output], "error": ""}
-        added = {name: Column((record.get(name) for record in records), each) for name, each in examples.items()}
+        added = {name: Column((record.get(name) for record in records), example) for name, example in examples.items()}
         return {**columns, **added}
 
     def iterate(self, inputs: Iterable[Any]) -> Iterator[dict[str, Any]]:

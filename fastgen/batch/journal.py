@@ -186,13 +186,13 @@ class Journal(StreamOutput):
         """Returns the signature of the journal: that of a retry also identifies its OUTPUT."""
         return signature if self.failed is None else signature | {CONTENT: _content(self.completed or {})}
 
-    def _check_records(self, before: dict[str, Any], now: dict[str, Any]) -> None:
+    def _check_records(self, old: dict[str, Any], new: dict[str, Any]) -> None:
         """Fills `changes`. Raises InputError if a retry would have other lines, or other forms of records."""
-        names = sorted({*before, *now} - {CONTENT})
+        names = sorted({*old, *new} - {CONTENT})
         of_records = {*map(self._args.named, names_of(affects=RECORDS))}
         same = [name for name in names if name in of_records or name.startswith(("INPUT", "MODEL"))]
         changes, self.changes = (
-            tuple(differences(*({name: run[name] for name in some if name in run} for run in (before, now))))
+            tuple(differences(*({name: run[name] for name in some if name in run} for run in (old, new))))
             for some in (same, names)
         )
         if changes:
@@ -308,7 +308,10 @@ class Journal(StreamOutput):
             with files.opened("OUTPUT", self._output, raw=True) as file:
                 digest = files.sha256(file)
             versions = (run_json, run_json.get("before"))
-            completed = next((each for each in versions if each and each["sha256"] == digest and "lines" in each), None)
+            completed = next(
+                (version for version in versions if version and version["sha256"] == digest and "lines" in version),
+                None,
+            )
             # Shards of earlier versions have the failures of each line, by its number as text.
             return completed and completed | {"failed": sorted(map(int, completed["failed"]))}
         return None

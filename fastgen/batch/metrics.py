@@ -31,11 +31,11 @@ def references_of(args: BatchConfig, lines: int | None, counts_words: bool) -> l
     """
     if args.reference_path is None and args.reference_field is None:
         return None
-    asked = args.setting("reference_path") or args.setting("reference_field")
-    check_packages("rouge_score", "sacrebleu", *["jiwer"] * counts_words, needed_by=asked)
+    requested = args.setting("reference_path") or args.setting("reference_field")
+    check_packages("rouge_score", "sacrebleu", *["jiwer"] * counts_words, needed_by=requested)
     if args.reference_path is None and lines is None:
         needs = f"needs INPUT to be a file, or {args.named('reference_path')}"
-        raise InputError(f"{asked} {needs}, and {args.input} can be read only once")
+        raise InputError(f"{requested} {needs}, and {args.input} can be read only once")
     flag = "INPUT" if args.reference_path is None else args.named("reference_path")
     references = read_references(flag, args.reference_path or args.input, args.reference_field)
     if lines is not None:

@@ -130,15 +130,15 @@ def _class_of(args: BatchConfig, config: Any) -> Any:
         causal: (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "AutoModelForCausalLM"),
         **{f"with {args.named('task', task)}": names for task, names in sounds.items()},
     }
-    asked = causal if args.causal_lm else of_text
+    requested = causal if args.causal_lm else of_text
     if args.task in sounds:
-        asked = f"with {args.setting('task')}"
+        requested = f"with {args.setting('task')}"
     kind = config.model_type
-    supported, name = classes[asked]
+    supported, name = classes[requested]
     if kind not in supported:
         ways = " or ".join(way for way, (names, _) in classes.items() if kind in names)
         accepted = f"accepted {ways}" if ways else "accepted: models that generate text from text or from speech"
-        raise InputError(f"MODEL {args.model}: {kind} cannot generate {asked} ({accepted})")
+        raise InputError(f"MODEL {args.model}: {kind} cannot generate {requested} ({accepted})")
     return getattr(transformers, name or supported[kind])
 
 
@@ -187,13 +187,13 @@ def _dated(template: str, date: datetime) -> str:
 @contextmanager
 def _quiet_loading() -> Iterator[None]:
     """Silences progress bars and reports of transformers and the hub; a message in one line has what matters."""
-    with ExitStack() as after:
+    with ExitStack() as stack:
         for logger in map(logging.getLogger, ("transformers", "huggingface_hub")):
-            after.callback(logger.setLevel, logger.level)
+            stack.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.CRITICAL)
         if library_logging.is_progress_bar_enabled():
             library_logging.disable_progress_bar()
-            after.callback(library_logging.enable_progress_bar)
+            stack.callback(library_logging.enable_progress_bar)
         yield
 
 
@@ -229,9 +229,9 @@ def check_limits(loaded: Loaded) -> None:
     last_token = config.get_text_config(decoder=True).vocab_size - 1
     for name, value in {"max_tokenizer_length": args.max_tokenizer_length, **loaded.settings}.items():
         limit = last_token if name.endswith("_token_id") else limits.get(name)
-        for each in value if isinstance(value, (list, tuple)) else [value]:
-            if limit is not None and isinstance(each, int) and each > limit:
-                raise InputError(f"{args.named(name, each)} is more than MODEL allows (accepted: up to {limit})")
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            if limit is not None and isinstance(item, int) and item > limit:
+                raise InputError(f"{args.named(name, item)} is more than MODEL allows (accepted: up to {limit})")
     threshold = loaded.value("no_speech_threshold")
     if threshold is not None and loaded.settings.get("logprob_threshold") is None:
         raise InputError(f"no_speech_threshold {threshold} needs a logprob_threshold (accepted: both)")
@@ -244,13 +244,13 @@ def lengths_of_inputs(loaded: Loaded) -> tuple[int | None, tuple[int, str] | Non
     """Returns the length to which inputs are truncated, or None, and their limit as from `input_limit`."""
     args = loaded.args
     limit = input_limit(loaded)
-    asked = args.max_tokenizer_length
+    requested = args.max_tokenizer_length
     if args.truncation:
-        return min(filter(None, (asked, limit and limit[0])), default=None), limit
-    if args.no_truncation and asked is not None:
-        limit = min(filter(None, (limit, (asked, args.setting("max_tokenizer_length")))))
-        asked = None
-    return asked, limit
+        return min(filter(None, (requested, limit and limit[0])), default=None), limit
+    if args.no_truncation and requested is not None:
+        limit = min(filter(None, (limit, (requested, args.setting("max_tokenizer_length")))))
+        requested = None
+    return requested, limit
 
 
 def input_limit(loaded: Loaded, new_tokens: int | None = None) -> tuple[int, str] | None:

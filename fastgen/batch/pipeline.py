@@ -119,8 +119,8 @@ class Prefetcher(Ahead[Batch]):
         """Yields the written items of each chunk, and its prepared ones: the rest, or all if planning needs them."""
         for lines in chunks:
             entries = [(line, self._written(line.number)) for line in lines]
-            written = [self._written_item(each) for _, each in entries if each]
-            fresh = [line for line, each in entries if each is None or self._task.args.reads == "decoder"]
+            written = [self._written_item(entry) for _, entry in entries if entry]
+            fresh = [line for line, entry in entries if entry is None or self._task.args.reads == "decoder"]
             yield written, self._workers.submit(self._task.prepare, fresh)
 
     def _written_item(self, entry: Entry) -> Item:
@@ -150,8 +150,8 @@ class Prefetcher(Ahead[Batch]):
                 batch.inputs = self._task.collate(batch.items)
             if False in written:
                 yield batch
-            elif batch.others:
-                yield Batch([], batch.others, batch.number)
+            elif batch.skipped:
+                yield Batch([], batch.skipped, batch.number)
 
 
 class Runner(Protocol):
@@ -362,16 +362,16 @@ class Pipeline:
 
     def _submit(self, held: list[tuple[Batch, list[Any]]]) -> None:
         for batch, parts in held:
-            before = self._unfinished[-1] if self._unfinished else None
-            self._unfinished.append(self._workers.submit(self._finish, batch, parts, before))
+            previous = self._unfinished[-1] if self._unfinished else None
+            self._unfinished.append(self._workers.submit(self._finish, batch, parts, previous))
             self.wait(self._most_unfinished)
         held.clear()
 
-    def _finish(self, batch: Batch, parts: list[Any], before: Future[None] | None) -> None:
-        """Finishes and writes a batch after `before`; writes nothing if that failed."""
+    def _finish(self, batch: Batch, parts: list[Any], previous: Future[None] | None) -> None:
+        """Finishes and writes a batch after `previous`; writes nothing if that failed."""
         amount = sum(map(self._runner.finish, parts))
-        if before is not None:
-            before.result()
+        if previous is not None:
+            previous.result()
         self._write(_ready(batch), amount)
         for item in batch.items:  # copies may still need the outputs
             item.line = Line(item.line.number)
@@ -382,7 +382,7 @@ class Pipeline:
 def _ready(batch: Batch) -> list[Item]:
     """Returns the items to write after a batch: items that equal an unwritten one wait for that."""
     ready = []
-    for item in (*batch.items, *batch.others):
+    for item in (*batch.items, *batch.skipped):
         if item.first is not None and not item.first.is_written:
             item.first.copies.append(item)
         else:

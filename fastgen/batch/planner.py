@@ -79,7 +79,7 @@ class Batch:
     """
 
     items: list[Item]
-    others: list[Item]
+    skipped: list[Item]
     number: int
     ends_window: bool = True  # the window of items that were sorted by length, longest first
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -124,18 +124,18 @@ class Planner:
         firsts: dict[str, Item] = {}
         for window, lines in groupby(items, key=lambda item: (item.line.number - 1) // self.window):
             number = window * self.window
-            others: list[Item] = []  # items without generation, which are written with the next batch
-            for batch in self._batches(self._generated(lines, others, firsts)):
+            skipped: list[Item] = []  # items without generation, which are written with the next batch
+            for batch in self._batches(self._generated(lines, skipped, firsts)):
                 batch.number = number
-                batch.others = others[:]
+                batch.skipped = skipped[:]
                 yield batch
-                others.clear()
+                skipped.clear()
                 number += 1
-            if others:
-                yield Batch([], others, number)
+            if skipped:
+                yield Batch([], skipped, number)
 
-    def _generated(self, items: Iterable[Item], others: list[Item], firsts: dict[str, Item]) -> Iterator[Item]:
-        """Yields items to generate for; adds the rest, except written items, to `others`."""
+    def _generated(self, items: Iterable[Item], skipped: list[Item], firsts: dict[str, Item]) -> Iterator[Item]:
+        """Yields items to generate for; adds the rest, except written items, to `skipped`."""
         for item in items:
             if self.merges and item.length and not item.is_written:
                 item.key = key_of(item)
@@ -143,7 +143,7 @@ class Planner:
                 item.first = firsts.get(item.key)
             if item.first is not None:
                 item.arrays = None
-                others.append(item)
+                skipped.append(item)
             elif item.length:
                 yield item
                 if item.key is not None:
@@ -151,15 +151,16 @@ class Planner:
                     if len(firsts) > MOST_FIRSTS:
                         del firsts[next(iter(firsts))]
             elif not item.is_written:
-                others.append(item)
+                skipped.append(item)
 
     def _batches(self, items: Iterator[Item]) -> Iterator[Batch]:
         """Yields batches without their numbers."""
         if not self.sorts:
-            before: list[Item] = []  # a copy of the last batch's first item, which loses its arrays when it is written
+            # A copy of the last batch's first item, which loses its arrays when it is written.
+            previous: list[Item] = []
             for batch in self._cut(items):
-                head = common_head([*before, *batch]) if self.by_head else 0
-                before = [replace(batch[0])]
+                head = common_head([*previous, *batch]) if self.by_head else 0
+                previous = [replace(batch[0])]
                 yield Batch(batch, [], 0, head=head)
             return
         waiting: list[Item] = []

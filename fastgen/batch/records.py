@@ -165,10 +165,10 @@ def field(record: dict[str, Any], path: str) -> Any:
             return ""
         parts = value if isinstance(value, dict) else {}
         if isinstance(value, list):
-            parts = {str(index): each for index, each in enumerate(value)}
+            parts = {str(index): item for index, item in enumerate(value)}
         words = rest.split(".")
         beginnings = (".".join(words[:length]) for length in range(len(words), 0, -1))
-        name = next((each for each in beginnings if each in parts), None)
+        name = next((beginning for beginning in beginnings if beginning in parts), None)
         if name is None:
             whose = "its fields" if value is record else f"in {quoted(path[: -len(rest) - 1])}"
             names = shorten(", ".join(map(quoted, parts)), LONGEST_LIST, placeholder=" …") or "none"
@@ -275,7 +275,7 @@ def record_of(item: Item, args: BatchConfig) -> bytes:
 def fields_of(item: Item) -> dict[str, Any]:
     """Returns the fields that OUTPUT adds to a record."""
     added: dict[str, Any] = {} if item.error is not None else {"input_tokens": item.length}
-    outputs = [{name: value for name, value in each.items() if name != "ended"} for each in item.outputs]
+    outputs = [{name: value for name, value in output.items() if name != "ended"} for output in item.outputs]
     for output in outputs:
         if not math.isfinite(output.get("score", 0)):
             output["score"] = None  # JSON has no infinity
@@ -355,8 +355,8 @@ def outputs_of(record: bytes, args: BatchConfig) -> tuple[list[dict[str, Any]], 
     if args.output_sequence_scores:
         joined, _, text = text.partition("\t")
         scores = joined.split(SEPARATOR)
-    for score, each in zip(scores, text.split(SEPARATOR, len(scores) - 1), strict=True):
-        outputs.append({"text": each} | ({} if score == "NA" else {"score": float(score)}))
+    for score, part in zip(scores, text.split(SEPARATOR, len(scores) - 1), strict=True):
+        outputs.append({"text": part} | ({} if score == "NA" else {"score": float(score)}))
     return outputs, None
 
 

@@ -81,13 +81,13 @@ def run(args: BatchConfig, stop: Stop, progress: Progress) -> Outcome:
     is_stream = files.is_output_stream(args.output)
     output = StreamOutput(args.output) if is_stream else Journal(args, progress.say)
     try:
-        earlier = output.completed or {}
-        task.args = args = _as_before(args, output.signature or earlier.get("signature") or {})
+        completed = output.completed or {}
+        task.args = args = _as_before(args, output.signature or completed.get("signature") or {})
         signed = signature(args, surveyed)
-        if earlier if args.merge else output.check(signed):
+        if completed if args.merge else output.check(signed):
             why = "none of its lines failed, so nothing is retried" if args.retry_failed else "the same run wrote it"
             progress.note(f"{args.output} is complete: {why}")
-            output.records, output.failures = earlier["records"], earlier["failures"]
+            output.records, output.failures = completed["records"], completed["failures"]
         elif args.merge and isinstance(output, Journal):
             shards.merge(args, output)
             merged = f"{counted(output.records, 'record')} of {counted(args.num_shards, 'shard')}"
@@ -125,17 +125,17 @@ def _generate(task: Task, surveyed: files.Survey | None, output: StreamOutput, s
     fastgen.enable()  # not `enabled()`, which would override a caller's `disabled()`
     stock = fastgen.disabled() if args.without_fastgen_opt else nullcontext()
     only_records = redirect_stdout(sys.stderr) if files.descriptor_of(args.output) == 1 else nullcontext()
-    with stock, only_records, ExitStack() as after:
+    with stock, only_records, ExitStack() as stack:
         # A batch's outputs must not depend on earlier batches, which --resume does not generate again.
-        after.callback(fastgen.configure, repeatable=CONFIG.repeatable)
+        stack.callback(fastgen.configure, repeatable=CONFIG.repeatable)
         fastgen.configure(repeatable=True)
-        after.callback(library_logging.set_verbosity, library_logging.get_verbosity())
+        stack.callback(library_logging.set_verbosity, library_logging.get_verbosity())
         library_logging.set_verbosity_error()  # it would repeat messages for every batch
         runner: Runner = SplitOnOOM(task, progress.say, args.seed)
         if args.workers is not None:
             from fastgen.batch.workers import started
 
-            runner = after.enter_context(started(args, stop, progress.say))
+            runner = stack.enter_context(started(args, stop, progress.say))
         _go_through(task, surveyed, output, runner, stop, progress)
 
 
@@ -222,14 +222,14 @@ class _Writer:
         self._progress.finished(len(items), amount, failures)
 
 
-def _say_what_was_done(task: Task, asked: BatchConfig, copied: int, progress: Progress) -> None:
-    """Says what a user may want to know after a run. `asked`: the settings before MODEL was loaded."""
+def _say_what_was_done(task: Task, requested: BatchConfig, copied: int, progress: Progress) -> None:
+    """Says what a user may want to know after a run. `requested`: the settings before MODEL was loaded."""
     args = task.args
     if task.sounds is not None:
         progress.note(f"the sounds are in {task.sounds.folder}")
     if unused := sorted(getattr(task.input, "unused", ())):
         progress.say(f"fields of request bodies were ignored: {', '.join(unused)}")
-    if args.bs != asked.bs or args.batch_tokens != asked.batch_tokens:
+    if args.bs != requested.bs or args.batch_tokens != requested.batch_tokens:
         sizes = " ".join(filter(None, map(args.setting, ("bs", "batch_tokens"))))
         progress.line(f"batches, chosen for MODEL and this machine: {sizes}")
     if copied:
@@ -279,14 +279,14 @@ def _checked_first(line: files.Line, args: BatchConfig) -> BatchConfig:
     return args
 
 
-def _as_before(args: BatchConfig, before: dict[str, Any]) -> BatchConfig:
+def _as_before(args: BatchConfig, old_signature: dict[str, Any]) -> BatchConfig:
     """Returns the arguments with the values that an earlier run has chosen or drawn, for flags that are not set."""
     if args.bs is None and args.batch_tokens is None:
-        bs, batch_tokens = (before.get(args.named(name)) for name in ("bs", "batch_tokens"))
+        bs, batch_tokens = (old_signature.get(args.named(name)) for name in ("bs", "batch_tokens"))
         args = replace(args, bs=bs, batch_tokens=batch_tokens)
     if args.chat and args.date in (None, TODAY):
-        args = replace(args, date=before.get(args.named("date")) if before else TODAY)
-    seed = before.get(args.named("seed"), secrets.randbits(31))
+        args = replace(args, date=old_signature.get(args.named("date")) if old_signature else TODAY)
+    seed = old_signature.get(args.named("seed"), secrets.randbits(31))
     return args if args.seed is not None else replace(args, seed=seed)
 
 

@@ -68,17 +68,17 @@ def set_generation(loaded: Loaded, prefixes: tuple[str, ...] = ()) -> None:
     config = copy.deepcopy(own)
     names = [args.named(name, value) for name, value in args.gen]
     names += [args.named("generation_config")] * (args.generation_config is not None)
-    asked = ", ".join(names) or "the settings of MODEL"
+    requested = ", ".join(names) or "the settings of MODEL"
     try:
         if isinstance(watermark := settings.get("watermarking_config", own.watermarking_config), dict):
             settings["watermarking_config"] = WatermarkingConfig.from_dict(watermark)
         config.update(**settings)
         mode = config.get_generation_mode()
     except (ValueError, TypeError, AttributeError) as error:  # generate would refuse the first batch
-        raise InputError(f"{asked} cannot be used: {error}") from error
+        raise InputError(f"{requested} cannot be used: {error}") from error
     if mode not in MODES or config.cache_implementation == "paged":
         why = f"{mode.value.replace('_', ' ')}, whose code is on the hub" if mode not in MODES else "pages of a cache"
-        raise InputError(f"{asked} ask for {why} (accepted: greedy search, sampling, beam search)")
+        raise InputError(f"{requested} ask for {why} (accepted: greedy search, sampling, beam search)")
     loaded.settings = settings
     # These settings need a tokenizer.
     if any(loaded.value(name) for name in ("stop_strings", "token_healing")):
@@ -104,8 +104,8 @@ def _task_params(loaded: Loaded) -> dict[str, Any]:
     args = loaded.args
     tasks = getattr(loaded.model.config, "task_specific_params", None) or {}
     if (tasks or args.task) and args.task not in (*TASKS, *tasks):
-        asked = args.setting("task") or f"a run without {args.named('task')}"
-        loaded.notes.append(f"note: MODEL has no settings for {asked} (it has: {', '.join(tasks) or 'none'})")
+        requested = args.setting("task") or f"a run without {args.named('task')}"
+        loaded.notes.append(f"note: MODEL has no settings for {requested} (it has: {', '.join(tasks) or 'none'})")
     return tasks.get(args.task, {})
 
 
@@ -159,9 +159,9 @@ def draws_by_row(loaded: Loaded, settings: dict[str, Any] | None = None) -> bool
     def value(name: str) -> Any:
         return settings[name] if settings is not None and name in settings else loaded.value(name)
 
-    others = ("prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha", "dola_layers")
+    unsupported = ("prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha", "dola_layers")
     has_beams = (value("num_beams") or 1) > 1
-    return bool(value("do_sample")) and not any(map(value, others)) and can_draw_by_row(loaded.model, has_beams)
+    return bool(value("do_sample")) and not any(map(value, unsupported)) and can_draw_by_row(loaded.model, has_beams)
 
 
 def _reasons_of_prompts(loaded: Loaded) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _reasons_of_prompts(loaded: Loaded) -> dict[str, Any]:
     penalty = (value("repetition_penalty") or 1.0) != 1.0
     # [[id, …], …], or {(id, …): bias}, or [[[id, …], bias], …]
     sequences = [*(value("bad_words_ids") or ()), *(value("sequence_bias") or ())]
-    sequences = [each[0] if isinstance(each[0], (list, tuple)) else each for each in sequences]
+    sequences = [sequence[0] if isinstance(sequence[0], (list, tuple)) else sequence for sequence in sequences]
     return {
         "max_length counts padding": counts_prompt and longest is not None,
         "without a length, outputs end at MODEL's last position, padding counted": counts_prompt and ends_at_position,
@@ -183,7 +183,7 @@ def _reasons_of_prompts(loaded: Loaded) -> dict[str, Any]:
         "repetition_penalty counts padding": penalty and REPETITION_PENALTY_COUNTS_PADDING,
         # An n-gram with padding in it blocks something only after a token that pads and that ends no output.
         "no_repeat_ngram_size counts padding": ngram == 1 or (ngram > 1 and not pad_ends),
-        "sequences of several tokens are looked for in padding": any(len(each) > 1 for each in sequences),
+        "sequences of several tokens are looked for in padding": any(len(sequence) > 1 for sequence in sequences),
         "forced_bos_token_id looks at the longest prompt of a batch": value("forced_bos_token_id") is not None,
         "the watermark reads padding": value("watermarking_config") is not None,
         "token_healing pads the prompts again": value("token_healing"),

@@ -66,7 +66,7 @@ def of_launcher(args: BatchConfig, environ: Mapping[str, str]) -> BatchConfig:
 
 def _with_numbers(args: BatchConfig, environ: Mapping[str, str]) -> BatchConfig:
     """Returns the arguments with the launcher's numbers in place of auto. Raises InputError if there are none."""
-    if (launched := place(environ)) is None:
+    if (launched := rank_and_world_size(environ)) is None:
         launchers = "torchrun, accelerate, Slurm, an indexed job of Kubernetes"
         raise InputError(f"auto: no variables of a launcher are set (accepted: numbers, or auto under {launchers})")
     index, count = launched
@@ -88,7 +88,7 @@ def _with_numbers(args: BatchConfig, environ: Mapping[str, str]) -> BatchConfig:
     return replace(args, num_shards=shards, shard_id=index if args.shard_id == "auto" else args.shard_id)
 
 
-def place(environ: Mapping[str, str]) -> tuple[int, int | None] | None:
+def rank_and_world_size(environ: Mapping[str, str]) -> tuple[int, int | None] | None:
     """Returns the index of this process and their number from a launcher's variables; None for what is missing.
 
     Empty variables count as unset. Raises InputError for other variables without a number.
@@ -97,7 +97,7 @@ def place(environ: Mapping[str, str]) -> tuple[int, int | None] | None:
     array, of Slurm or Kubernetes, may have several processes each.
     """
     environ = {name: value for name, value in environ.items() if value}
-    processes = [(_number(environ, one), _number(environ, all, 1)) for one, all in IN_A_JOB if one in environ]
+    processes = [(_number(environ, rank), _number(environ, size, 1)) for rank, size in IN_A_JOB if rank in environ]
     processes += [(0, 1)] * (ACCELERATE in environ)
     index, count = processes[0] if processes else (0, 1)
     if ARRAY[0] in environ:
@@ -180,7 +180,7 @@ class Share:
         """Returns how many of the lines from `start` to `stop` are in a shard's part of the rest; units stay whole."""
         rest = self.lines - self.first_shared
         units = -(-rest // unit)
-        first, last = (min(rest, each * units // self.shards * unit) for each in (shard, shard + 1))
+        first, last = (min(rest, index * units // self.shards * unit) for index in (shard, shard + 1))
         return min(stop, self.first_shared + last) - max(start, self.first_shared + first)
 
     def _own(self, window: int, batches: list[Batch]) -> Iterator[Batch]:
@@ -202,10 +202,10 @@ class Share:
             taken[owner] += size
         owner_of = {id(item): owner for batch, owner in zip(batches, owners) for item in batch.items}
         for batch, owner in zip(batches, owners):
-            others = [item for item in batch.others if owner_of.get(id(item.first), owner) == self.shard]
+            skipped = [item for item in batch.skipped if owner_of.get(id(item.first), owner) == self.shard]
             items = batch.items if owner == self.shard else []
-            if items or others:
-                yield replace(batch, items=items, others=others)
+            if items or skipped:
+                yield replace(batch, items=items, skipped=skipped)
 
 
 def share_of(args: BatchConfig, lines: int | None) -> Share | None:
@@ -222,17 +222,17 @@ def merge(args: BatchConfig, output: Journal) -> None:
 
     Raises InputError with the shards that are not complete, or were made differently.
     """
-    asked = args.setting("merge")
+    requested = args.setting("merge")
     per_shard = [args.named(name) for name in names_of(per_shard=True)]
     names = [output_of(args.output, shard, args.num_shards) for shard in range(args.num_shards)]
     runs = {name: run for name in names if (run := _completed(args, name)) is not None}
     if missing := [name for name in names if name not in runs]:
         some = shorten(", ".join(missing), LONGEST_LIST, placeholder=" …")
-        raise InputError(f"{asked}: not complete: {len(missing)} of {counted(args.num_shards, 'shard')}, {some}")
+        raise InputError(f"{requested}: not complete: {len(missing)} of {counted(args.num_shards, 'shard')}, {some}")
     whole = runs[names[0]]["signature"] | dict.fromkeys(map(args.named, names_of(per_shard=True, affects=RECORDS)))
     for name, run in runs.items():
-        if changes := differences(whole, run["signature"] | {each: whole[each] for each in per_shard}):
-            raise InputError(f"{asked}: {name} was made differently from {names[0]}: {'; '.join(changes)}")
+        if changes := differences(whole, run["signature"] | {key: whole[key] for key in per_shard}):
+            raise InputError(f"{requested}: {name} was made differently from {names[0]}: {'; '.join(changes)}")
     total = sum(run["records"] for run in runs.values())
     failed = sorted(number for run in runs.values() for number in run["failed"])
     lines = [(1, total)] if total else []

@@ -76,16 +76,18 @@ def with_commit(signed: dict[str, Any], config: Any) -> dict[str, Any]:
     return signed | {"MODEL's commit": commit} if "MODEL" in signed and commit else signed
 
 
-def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Returns the changes between two signatures, in words; an unknown commit is not a change."""
     changes = []
-    for name in [*now, *(name for name in before if name not in now and name != "MODEL's commit")]:
-        old, new = before.get(name), now.get(name)
-        if isinstance(old, dict) and isinstance(new, dict):
-            changes += [f"{name}: {change}" for change in differences(old, new)]
-        elif _in_words(old) != _in_words(new):
-            says_nothing = any(isinstance(value, str) and value.startswith(DIGEST) for value in (old, new))
-            changes.append(f"{name} changed" if says_nothing else f"{name} was {_in_words(old)}, is {_in_words(new)}")
+    for name in [*new, *(name for name in old if name not in new and name != "MODEL's commit")]:
+        old_value, new_value = old.get(name), new.get(name)
+        if isinstance(old_value, dict) and isinstance(new_value, dict):
+            changes += [f"{name}: {change}" for change in differences(old_value, new_value)]
+        elif _in_words(old_value) != _in_words(new_value):
+            says_nothing = any(isinstance(value, str) and value.startswith(DIGEST) for value in (old_value, new_value))
+            changes.append(
+                f"{name} changed" if says_nothing else f"{name} was {_in_words(old_value)}, is {_in_words(new_value)}"
+            )
     return changes
 
 

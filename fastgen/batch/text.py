@@ -196,7 +196,7 @@ class Bodies:
         if (stops := body.get("stop")) is not None and stops != []:
             settings["stop_strings"] = [stops] if isinstance(stops, str) else stops
             if not isinstance(stops, (str, list)) or not all(
-                isinstance(each, str) and each for each in settings["stop_strings"]
+                isinstance(stop, str) and stop for stop in settings["stop_strings"]
             ):
                 raise _refused("stop", stops, "strings with text")
         if "temperature" in settings:
@@ -208,7 +208,7 @@ class Bodies:
             seed_of_line = seed % (1 << 64), 0
         elif seed is not None and self._samples(settings):
             settings["seed"] = [seed, line.number]
-        return [list(each) for each in sorted(settings.items())] or None, seed_of_line, template_arguments(body)
+        return [list(item) for item in sorted(settings.items())] or None, seed_of_line, template_arguments(body)
 
     def input_limit(self, settings: list[list[Any]] | None) -> tuple[int, str] | None:
         """Returns the most tokens that a prompt with these settings may have, and what sets the limit."""
@@ -306,15 +306,15 @@ class TextOutput:
         tokens, ended = count_tokens(sequences, self._start, self._eos, self._pad)
         if generated.segments is not None:
             tokens = np.array([sum(len(part[2]) for part in output) for output in generated.segments])
-        each = len(sequences) // len(generated.items)  # R outputs of every item
-        by_item = sequences.reshape(len(generated.items), each, *sequences.shape[1:])
+        outputs_per_item = len(sequences) // len(generated.items)
+        by_item = sequences.reshape(len(generated.items), outputs_per_item, *sequences.shape[1:])
         decoded = records.each_or_error(self._texts, by_item, "the generated tokens cannot be decoded")
         for index, (item, texts) in enumerate(zip(generated.items, decoded, strict=True)):
             if isinstance(texts, str):
                 item.error = texts
                 continue
             stops = dict(item.group).get("stop_strings") if isinstance(item.group, list) else None
-            for row, text in enumerate(texts, start=index * each):
+            for row, text in enumerate(texts, start=index * outputs_per_item):
                 output: dict[str, Any] = {"text": text}
                 if stops:
                     output["text"], stopped = self._until(stops, text, sequences[row])
@@ -331,16 +331,16 @@ class TextOutput:
 
     def _until(self, stops: list[str], text: str, sequence: np.ndarray) -> tuple[str, bool]:
         """Returns the text before the first stop string, and whether there is one or a special token; sequence: [T]."""
-        if places := [place for place in map(text.find, stops) if place >= 0]:
-            return text[: min(places)], True
+        if starts := [start for start in map(text.find, stops) if start >= 0]:
+            return text[: min(starts)], True
         whole = self._decode(sequence[None, self._start :], skip_special_tokens=False)[0]
         return text, any(stop in whole for stop in stops)
 
     def _texts(self, sequences: np.ndarray) -> list[list[str]]:
         """Returns the texts of every item; sequences: [B, R, T]."""
         texts = self._decode(np.concatenate(sequences))
-        each = sequences.shape[1]
-        return [texts[start : start + each] for start in range(0, len(texts), each)]
+        outputs_per_item = sequences.shape[1]
+        return [texts[start : start + outputs_per_item] for start in range(0, len(texts), outputs_per_item)]
 
 
 def count_tokens(

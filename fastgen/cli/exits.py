@@ -86,7 +86,7 @@ def stoppable(*numbers: int) -> Iterator[Signals]:
     ended = threading.Event()
     threading.Thread(target=_watch, args=(read, ended, stop), name="fastgen-interrupt", daemon=True).start()
     heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, stop.handle) for number in heard}
+    old_handlers = {number: signal.signal(number, stop.handle) for number in heard}
     wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     try:
         yield stop
@@ -98,18 +98,18 @@ def stoppable(*numbers: int) -> Iterator[Signals]:
         # After KeyboardInterrupt the deadline still applies: leaving the program can hang as well.
         signal.set_wakeup_fd(wakeup)
         os.close(write)
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 
 def _watch(read: int, ended: threading.Event, stop: Signals) -> None:
     """Reads the signals that arrive, one byte each, written by the signal handler itself."""
-    asked = 0
+    requests = 0
     while number := os.read(read, 1):
         if number[0] not in SIGNALS:
             continue
-        asked += 1
-        if asked > stop.is_patient and not ended.wait(SECONDS_TO_END):
+        requests += 1
+        if requests > stop.is_patient and not ended.wait(SECONDS_TO_END):
             for child in multiprocessing.active_children():
                 child.kill()
             os._exit(SIGNALS[number[0]])

@@ -38,6 +38,9 @@ def named_cache(forward: Callable) -> Callable:
         return forward(*args, **kwargs)
 
     signature = inspect.signature(forward)
-    parameters = [one.replace(name=CACHE) if name == "cache" else one for name, one in signature.parameters.items()]
+    parameters = [
+        parameter.replace(name=CACHE) if name == "cache" else parameter
+        for name, parameter in signature.parameters.items()
+    ]
     renamed.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return renamed

@@ -132,37 +132,37 @@ def _scored(logits: Tensor, beam_scores: Tensor, rows: Tensor, tokens: Tensor) -
 
 def _log_probs_of(logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
     """Returns the log-probabilities of these tokens of these rows, `[count]`; rows are sorted."""
-    asked, counts = torch.unique_consecutive(rows, return_counts=True)
-    places = torch.arange(len(asked), device=rows.device).repeat_interleave(counts)
+    unique_rows, counts = torch.unique_consecutive(rows, return_counts=True)
+    index = torch.arange(len(unique_rows), device=rows.device).repeat_interleave(counts)
     parts = []
     first_row = 0
     first = 0
-    for part in asked.split(_rows_of_a_part(logits)):
-        end = int(torch.searchsorted(places, first_row + len(part)))
+    for part in unique_rows.split(_rows_of_a_part(logits)):
+        end = int(torch.searchsorted(index, first_row + len(part)))
         log_probs = functional.log_softmax(logits[part], dim=-1)
-        parts.append(log_probs[places[first:end] - first_row, tokens[first:end]])
+        parts.append(log_probs[index[first:end] - first_row, tokens[first:end]])
         first_row = first_row + len(part)
         first = end
     return torch.cat(parts)
 
 
-def _best(scores: Tensor, input_of: Tensor, places: Tensor, inputs: int, k: int) -> Candidates:
-    """Returns `torch.topk` of rows of -inf that hold `scores` at `places`, without storing most of the -inf.
+def _best(scores: Tensor, input_of: Tensor, indices: Tensor, inputs: int, k: int) -> Candidates:
+    """Returns `torch.topk` of rows of -inf that hold `scores` at `indices`, without storing most of the -inf.
 
-    `scores`, `input_of`, `places`: `[count]`, sorted. torch's heap begins with the first k numbers, -inf or not; after
+    `scores`, `input_of`, `indices`: `[count]`, sorted. torch's heap begins with the first k numbers, -inf or not; after
     those, no -inf enters it.
     """
-    is_later = places >= k
-    later = is_later.cumsum(0)
+    is_later = indices >= k
+    later_counts = is_later.cumsum(0)
     # The number of later candidates of the inputs before each.
-    before = torch.searchsorted(input_of, torch.arange(inputs, device=scores.device))
-    before = torch.where(before > 0, later[before - 1], 0)
-    columns = torch.where(is_later, k - 1 + later - before[input_of], places)
+    starts = torch.searchsorted(input_of, torch.arange(inputs, device=scores.device))
+    offsets = torch.where(starts > 0, later_counts[starts - 1], 0)
+    columns = torch.where(is_later, k - 1 + later_counts - offsets[input_of], indices)
     width = max(HEAP * k, int(columns.max()) + 1)
     dense = scores.new_full((inputs, width), -torch.inf)
     dense[input_of, columns] = scores
     index = torch.arange(width, device=scores.device).repeat(inputs, 1)
-    index[input_of, columns] = places
+    index[input_of, columns] = indices
     values, positions = torch.topk(dense, k=k)
     return values, index.gather(1, positions)
 
@@ -183,11 +183,11 @@ def keeps_order() -> bool:
     inputs = 3
     k = 16
     length = 4 * HEAP * 16
-    input_of, places = (torch.rand(inputs, length, generator=generator) < 0.02).nonzero().unbind(1)
-    scores = torch.randint(0, 5, places.shape, generator=generator).float()
+    input_of, indices = (torch.rand(inputs, length, generator=generator) < 0.02).nonzero().unbind(1)
+    scores = torch.randint(0, 5, indices.shape, generator=generator).float()
     dense = scores.new_full((inputs, length), -torch.inf)
-    dense[input_of, places] = scores
-    return all(map(torch.equal, torch.topk(dense, k=k), _best(scores, input_of, places, inputs, k)))
+    dense[input_of, indices] = scores
+    return all(map(torch.equal, torch.topk(dense, k=k), _best(scores, input_of, indices, inputs, k)))
 
 
 @functools.cache

@@ -72,10 +72,10 @@ def _triton_reasons() -> list[str]:
 
 @probe("the kernel in Triton overlooks changed bytes")
 def _notices_changed_bytes() -> bool:
-    before = torch.arange(99_999, device="cuda").to(torch.uint8)
-    after = before.clone()
-    after[[-1, 50_000]] += 1
-    sums = _checksums_with_triton([before, after, before.clone(), before[8:]]).tolist()
+    original = torch.arange(99_999, device="cuda").to(torch.uint8)
+    changed = original.clone()
+    changed[[-1, 50_000]] += 1
+    sums = _checksums_with_triton([original, changed, original.clone(), original[8:]]).tolist()
     return sums[0] == sums[2] and len(set(sums)) == 3
 
 

@@ -262,7 +262,7 @@ def _attention_of_call(
 
 def _broadcasts(mask: Tensor, shape: tuple[int, ...]) -> bool:
     sizes = mask.shape[::-1]
-    return 2 <= len(sizes) <= len(shape) and all(one in (1, size) for one, size in zip(sizes, shape[::-1]))
+    return 2 <= len(sizes) <= len(shape) and all(mask_size in (1, size) for mask_size, size in zip(sizes, shape[::-1]))
 
 
 _TASK = "prompts and encoders of large models, in fp32, bf16 and fp16"

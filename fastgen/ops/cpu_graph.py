@@ -249,8 +249,8 @@ def _form_with_out(operation: torch._ops.OpOverload) -> tuple[torch._ops.OpOverl
     packet = operation.overloadpacket
     for form in (getattr(packet, name) for name in packet.overloads()):
         outs = [argument for argument in form._schema.arguments if argument.is_out]
-        others = [argument for argument in form._schema.arguments if not argument.is_out]
-        if results and [str(out.type) for out in outs] == results and wanted == list(map(_described, others)):
+        inputs = [argument for argument in form._schema.arguments if not argument.is_out]
+        if results and [str(out.type) for out in outs] == results and wanted == list(map(_described, inputs)):
             return form, tuple(out.name for out in outs)
     return None, ()
 

@@ -95,11 +95,11 @@ def product_into(
     out_features, in_features = weight.shape
     function = simd.function("skinny_gemm", rows.dtype, _ARGUMENTS)
     parameters = address_of(weight), None if bias is None else address_of(bias)
-    others = None if added is None else added.data_ptr()
+    added_address = None if added is None else added.data_ptr()
     outputs = output.data_ptr()
     sizes = rows.numel() // in_features, in_features, out_features
     options = not weight.is_contiguous(), ACTIVATIONS.index(activation), torch.get_num_threads()
-    return partial(function, rows.data_ptr(), *parameters, others, outputs, *sizes, *options)
+    return partial(function, rows.data_ptr(), *parameters, added_address, outputs, *sizes, *options)
 
 
 _LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
@@ -252,11 +252,12 @@ class GemmShape(NamedTuple):
 MEASURED: dict[GemmShape, str] = {}
 
 
-def fastest(rows: Tensor, weight: Tensor, bias: Tensor | None, others: Callable[[], Sequence[Tensor]]) -> str:
+def fastest(rows: Tensor, weight: Tensor, bias: Tensor | None, other_tensors: Callable[[], Sequence[Tensor]]) -> str:
     """Returns the name of the fastest GEMM backend for products of this shape, for which `can_multiply` is true.
 
     A new shape is measured, for some 50 milliseconds. The answer stays the same from then on, in later processes too,
-    so that they compute the same bits. `others`: returns what the model reads between two products with this weight.
+    so that they compute the same bits. `other_tensors`: returns what the model reads between two products with this
+    weight.
     """
     out_features, in_features = weight.shape
     count = min(1 << (rows.numel() // in_features - 1).bit_length(), MOST_ROWS)
@@ -269,7 +270,7 @@ def fastest(rows: Tensor, weight: Tensor, bias: Tensor | None, others: Callable[
             MEASURED.setdefault(other, way)
     if shape not in MEASURED:
         with _disable_current_modes():  # the user's modes must not see measurements
-            way = _measured(shape, weight, bias, others())
+            way = _measured(shape, weight, bias, other_tensors())
         if shape not in MEASURED:  # unless another thread was first
             store(shape, way, gemm_backends(weight.dtype))
             MEASURED.setdefault(shape, next((first for other, first in stored() if other == shape), way))
@@ -306,8 +307,8 @@ def _cpu() -> str:
     return name
 
 
-def _measured(shape: GemmShape, weight: Tensor, bias: Tensor | None, others: Sequence[Tensor]) -> str:
-    """Returns the fastest backend. Reads `others` before each product, so that caches hold what they do in a model."""
+def _measured(shape: GemmShape, weight: Tensor, bias: Tensor | None, other_tensors: Sequence[Tensor]) -> str:
+    """Returns the fastest backend. Reads `other_tensors` before each product: caches hold the same as in a model."""
     numbers = torch.arange(shape.rows * shape.in_features) % 13 - 6
     rows = numbers.to(weight.dtype).view(shape.rows, shape.in_features)
     if not functional.linear(rows, weight, bias).isfinite().all():  # results could not be compared
@@ -320,8 +321,8 @@ def _measured(shape: GemmShape, weight: Tensor, bias: Tensor | None, others: Seq
         if number >= LEAST_ROUNDS and time.perf_counter() > end:
             break
         for name, times in turns.items():
-            for other in others:
-                other.sum()
+            for tensor in other_tensors:
+                tensor.sum()
             times.append(seconds_of(multiply[name], rows, weight, bias))
     seconds = {name: statistics.median(times) for name, times in turns.items()}
     best = min(seconds, key=seconds.__getitem__)

@@ -60,8 +60,8 @@ def call_into(
     width = rows.shape[-1]
     count = rows.numel() // width
     threads = min(count, simd.threads_for(rows.numel(), MIN_ELEMENTS_OF_THREAD))
-    others = None if added is None else added.data_ptr()
-    addresses = rows.data_ptr(), others, address_of(weight), address_of(bias), output.data_ptr()
+    added_address = None if added is None else added.data_ptr()
+    addresses = rows.data_ptr(), added_address, address_of(weight), address_of(bias), output.data_ptr()
     return partial(function, *addresses, count, width, epsilon, threads)
 
 
@@ -104,6 +104,10 @@ def fusions() -> list[Fusion]:
     in_inference_mode = (torch.ops.aten.layer_norm.default,)  # without an epsilon that is the default
     norms = torch.ops.aten.native_layer_norm.default, *in_inference_mode
     total = Op((torch.ops.aten.add.Tensor,), (Name("rows"), Name("added")))
-    others = (Name("shape"), Name("weight"), Name("bias"))
-    ways = [(norms, (*others, Name("epsilon"))), (in_inference_mode, others)]
-    return [Fusion(Op(each, (rows, *names)), _replacement) for each, names in ways for rows in (total, Name("rows"))]
+    parameters = (Name("shape"), Name("weight"), Name("bias"))
+    ways = [(norms, (*parameters, Name("epsilon"))), (in_inference_mode, parameters)]
+    return [
+        Fusion(Op(operations, (rows, *names)), _replacement)
+        for operations, names in ways
+        for rows in (total, Name("rows"))
+    ]

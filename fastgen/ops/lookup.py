@@ -66,8 +66,8 @@ _LIBRARY.impl("lookup", _lookup, "CPU")
 
 
 def _look_up_in_torch(numbers: Tensor, table: Tensor) -> Tensor:
-    places = numbers.view(torch.int16).flatten().int().bitwise_and_(0xFFFF)
-    return table.index_select(0, places).view(numbers.shape)
+    indices = numbers.view(torch.int16).flatten().int().bitwise_and_(0xFFFF)
+    return table.index_select(0, indices).view(numbers.shape)
 
 
 _kernel = functools.partial(Kernel, task="NewGELUActivation in large models", counted_as=("fused activation",))

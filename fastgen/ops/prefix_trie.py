@@ -174,8 +174,8 @@ class PrefixTrie:
         first = first.masked_fill(is_dead, self._edges)  # where the tokens at dead ends begin
         counts = end.masked_fill(is_dead, len(table)) - first
         rows = torch.arange(len(nodes), device=table.device).repeat_interleave(counts)
-        before = (counts.cumsum(0) - counts)[rows]
-        return rows, table[first[rows] + torch.arange(len(rows), device=table.device) - before] % self._width
+        starts = (counts.cumsum(0) - counts)[rows]
+        return rows, table[first[rows] + torch.arange(len(rows), device=table.device) - starts] % self._width
 
     def _nodes_sync(self, input_ids: Tensor, keys: Tensor) -> Tensor:
         """Returns the node that each row has reached, `[rows]`; -1, which has no children, for rows not in the trie."""
@@ -193,14 +193,14 @@ class PrefixTrie:
         """Returns the node of each row before its last token, `[rows]`, if all are rows of the last call; else None."""
         if (last := self._walked) is None:  # read once: another thread may replace it
             return None
-        before = tokens[:, :-1]
+        prefixes = tokens[:, :-1]
         walked, nodes = last
-        most = MOST_COMPARED.get(before.device.type, MOST_COMPARED_ELSEWHERE)
-        if before.shape[1] < SHORTEST_WALK or len(walked) * before.numel() > most:
+        most = MOST_COMPARED.get(prefixes.device.type, MOST_COMPARED_ELSEWHERE)
+        if prefixes.shape[1] < SHORTEST_WALK or len(walked) * prefixes.numel() > most:
             return None
-        if before.shape[1] != walked.shape[1] or before.device != walked.device:
+        if prefixes.shape[1] != walked.shape[1] or prefixes.device != walked.device:
             return None
-        is_walked, row = (before[:, None] == walked).all(dim=2).max(dim=1)
+        is_walked, row = (prefixes[:, None] == walked).all(dim=2).max(dim=1)
         return nodes[row] if bool(is_walked.all()) else None
 
     def _walk(self, nodes: Tensor, tokens: Tensor, keys: Tensor) -> Tensor:
@@ -248,8 +248,8 @@ def _keys(tokens: np.ndarray, lengths: np.ndarray, width: int) -> np.ndarray:
     for depth in range(int(lengths.max())):
         is_longer = lengths > depth
         starts, lengths, nodes = starts[is_longer], lengths[is_longer], nodes[is_longer]
-        keys, places = np.unique(nodes * width + tokens[starts + depth], return_inverse=True)
-        nodes = edges + 1 + places
+        keys, inverse = np.unique(nodes * width + tokens[starts + depth], return_inverse=True)
+        nodes = edges + 1 + inverse
         levels.append(keys)
         edges += len(keys)
     return np.concatenate(levels)

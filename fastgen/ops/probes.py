@@ -42,14 +42,14 @@ class Probe:
     def reasons(self, *key: Any) -> list[str]:
         """Returns why it does not hold, empty if it does."""
         if key not in self._answers:
-            self._answers[key] = self._asked(key)
+            self._answers[key] = self._computed(key)
         return self._answers[key]
 
     def cache_clear(self) -> None:
         """Forgets all answers."""
         self._answers.clear()
 
-    def _asked(self, key: tuple[Any, ...]) -> list[str]:
+    def _computed(self, key: tuple[Any, ...]) -> list[str]:
         try:
             with (
                 torch.inference_mode(False),

@@ -83,7 +83,7 @@ def attention(
     """Computes `shared_attention` for a mask of this `structure_sync`, see `can_attend`."""
     states = [query, keys[0], values[0], keys[1], values[1]]
     if torch.is_autocast_enabled("cpu"):  # as autocast does for torch's own attention
-        states = [one.to(torch.get_autocast_dtype("cpu")) for one in states]
+        states = [state.to(torch.get_autocast_dtype("cpu")) for state in states]
     mask = None if structure[0] is None else structure[0].to(states[0].dtype)
     return _PromptAttention.apply(*states, mask, scale)
 
@@ -92,8 +92,8 @@ class _PromptAttention(torch.autograd.Function):
     """query `[B*M, H, L, D]`; keys and values of the prompts `[B, H_kv, P, D]` and of the rows `[B*M, H_kv, L, D]`."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, *others: Any) -> Tensor:
-        keys, values, row_keys, row_values, mask, scale = others
+    def forward(ctx: Any, query: Tensor, *rest: Any) -> Tensor:
+        keys, values, row_keys, row_values, mask, scale = rest
         rows_per_prompt = query.shape[0] // keys.shape[0]
         heads = query.shape[1]
         folded = fold(query, rows_per_prompt, keys.shape[1])

@@ -51,8 +51,8 @@ def follow_ancestors(segments: Sequence[Tensor], bounds: Bounds | None) -> tuple
     """Returns the segments, the last one in the order of the rows, see `Bounds`."""
     if bounds is None or bounds.ancestors is None:
         return tuple(segments)
-    *others, last = segments
-    return (*others, follow(bounds.ancestors, last))
+    *first_segments, last = segments
+    return (*first_segments, follow(bounds.ancestors, last))
 
 
 def can_follow_ancestors(*states: Tensor) -> bool:
@@ -60,7 +60,7 @@ def can_follow_ancestors(*states: Tensor) -> bool:
     device = states[0].device
     if device.type != "cuda" or triton_reasons() or (kernels := _triton_attention(device)) is None:
         return False
-    return all(each.dtype in kernels.DTYPES and each.shape[-1] <= kernels.LARGEST_WIDTH for each in states)
+    return all(state.dtype in kernels.DTYPES and state.shape[-1] <= kernels.LARGEST_WIDTH for state in states)
 
 
 def query_key_scores(query: Tensor, keys: Sequence[Tensor]) -> Tensor:
@@ -151,8 +151,8 @@ def _can_attend_in_triton(query: Tensor, keys: Sequence[Tensor], values: Sequenc
     return kernels is not None and kernels.can_attend(query, keys, values, mask)
 
 
-def _attend_in_triton(query: Tensor, *others: Any, bounds: Bounds | None) -> Tensor:
-    return _triton_attention(query.device).attention(query, *others, bounds)
+def _attend_in_triton(query: Tensor, *args: Any, bounds: Bounds | None) -> Tensor:
+    return _triton_attention(query.device).attention(query, *args, bounds)
 
 
 def _triton_attention(device: torch.device) -> Any:

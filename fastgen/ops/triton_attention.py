@@ -44,16 +44,16 @@ def _weights(scores, largest):
 
 
 @triton.jit
-def _seen_scores(scores, seen, is_key, mask, one_place, place, s, MASK: tl.constexpr, ONE_MASK: tl.constexpr):
+def _seen_scores(scores, seen, is_key, mask, copy_offset, offsets, s, MASK: tl.constexpr, ONE_MASK: tl.constexpr):
     """Applies the mask to scores `[queries, keys]`; -inf where a query does not see a key, as `seen` or the mask says.
 
-    `one_place`, `place`: where the mask of the copy begins, and those of the queries.
+    `copy_offset`, `offsets`: where the mask of the copy begins, and those of the queries.
     """
     if MASK != 0:
         if ONE_MASK:
-            read = tl.load(mask + one_place + s, mask=is_key, other=0)[None, :]
+            read = tl.load(mask + copy_offset + s, mask=is_key, other=0)[None, :]
         else:
-            read = tl.load(mask + place[:, None] + s[None, :], mask=seen, other=0)
+            read = tl.load(mask + offsets[:, None] + s[None, :], mask=seen, other=0)
         if MASK == 1:
             scores += read.to(tl.float32)
         else:
@@ -87,15 +87,15 @@ def _add_up(
     position = n % positions
     d, dv = tl.arange(0, WIDTH_2), tl.arange(0, VALUE_WIDTH_2)
     is_width, is_value_width = d < WIDTH, dv < VALUE_WIDTH
-    q_place = query + row.to(tl.int64) * q_row + head * q_head + position * q_position
-    q = tl.load(q_place[:, None] + d[None, :], mask=is_query[:, None] & is_width[None, :], other=0.0)
-    k_place, v_place = keys + kv_head * k_head, values + kv_head * v_head
+    q_ptrs = query + row.to(tl.int64) * q_row + head * q_head + position * q_position
+    q = tl.load(q_ptrs[:, None] + d[None, :], mask=is_query[:, None] & is_width[None, :], other=0.0)
+    k_ptrs, v_ptrs = keys + kv_head * k_head, values + kv_head * v_head
     if not HAS_ANCESTORS:
-        k_place += copy.to(tl.int64) * k_copy
-        v_place += copy.to(tl.int64) * v_copy
-    one_mask_place = copy.to(tl.int64) * rows_per_copy * mask_row + mask_start
-    mask_place = row.to(tl.int64) * mask_row + head.to(tl.int64) * mask_head + mask_start
-    mask_place += position.to(tl.int64) * mask_position
+        k_ptrs += copy.to(tl.int64) * k_copy
+        v_ptrs += copy.to(tl.int64) * v_copy
+    copy_mask_offset = copy.to(tl.int64) * rows_per_copy * mask_row + mask_start
+    mask_offsets = row.to(tl.int64) * mask_row + head.to(tl.int64) * mask_head + mask_start
+    mask_offsets += position.to(tl.int64) * mask_position
     largest, total = tl.full((TILE,), -float("inf"), tl.float32), tl.zeros((TILE,), tl.float32)
     result = tl.zeros((TILE, VALUE_WIDTH_2), tl.float32)
     start, end = split * chunk, tl.minimum(split * chunk + chunk, length)
@@ -112,11 +112,11 @@ def _add_up(
             writer = tl.load(ancestors + copy * a_row + s, mask=is_key, other=0).to(tl.int64)
             k_start += writer * k_copy
             v_start += writer * v_copy
-        k = tl.load(k_place + k_start[None, :] + d[:, None], mask=is_key[None, :] & is_width[:, None], other=0.0)
+        k = tl.load(k_ptrs + k_start[None, :] + d[:, None], mask=is_key[None, :] & is_width[:, None], other=0.0)
         scores = tl.dot(q, k, input_precision="ieee") * scale
-        scores = _seen_scores(scores, seen, is_key, mask, one_mask_place, mask_place, s, MASK, ONE_MASK)
+        scores = _seen_scores(scores, seen, is_key, mask, copy_mask_offset, mask_offsets, s, MASK, ONE_MASK)
         weights, shrunk, largest = _weights(scores, largest)
-        v = tl.load(v_place + v_start[:, None] + dv[None, :], mask=is_key[:, None] & is_value_width[None, :], other=0.0)
+        v = tl.load(v_ptrs + v_start[:, None] + dv[None, :], mask=is_key[:, None] & is_value_width[None, :], other=0.0)
         result = result * shrunk[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * shrunk + tl.sum(weights, 1)
     slot = ((row.to(tl.int64) * heads + head) * positions + position) * slots + first_slot + split
@@ -144,15 +144,15 @@ def _merge(
     result = tl.zeros((VALUE_WIDTH_2,), tl.float32)
     for block in range(0, slots, BLOCK):
         slot = block + tl.arange(0, BLOCK)
-        place = index * slots + slot
-        weights = tl.exp(tl.load(maxima + place * 2, mask=slot < slots, other=-float("inf")) - base)
-        total += tl.sum(weights * tl.load(maxima + place * 2 + 1, mask=slot < slots, other=0.0), 0)
+        slot_index = index * slots + slot
+        weights = tl.exp(tl.load(maxima + slot_index * 2, mask=slot < slots, other=-float("inf")) - base)
+        total += tl.sum(weights * tl.load(maxima + slot_index * 2 + 1, mask=slot < slots, other=0.0), 0)
         is_there = (slot < slots)[:, None] & (dv < VALUE_WIDTH)[None, :]
-        part = tl.load(sums + place[:, None] * VALUE_WIDTH + dv[None, :], mask=is_there, other=0.0)
+        part = tl.load(sums + slot_index[:, None] * VALUE_WIDTH + dv[None, :], mask=is_there, other=0.0)
         result += tl.sum(part * weights[:, None], 0)
     mean = tl.where(total == 0.0, 0.0, result / tl.where(total == 0.0, 1.0, total))
-    o_place = output + row * o_row + head * o_head + position * o_position
-    tl.store(o_place + dv, mean.to(output.dtype.element_ty), mask=dv < VALUE_WIDTH)
+    o_ptr = output + row * o_row + head * o_head + position * o_position
+    tl.store(o_ptr + dv, mean.to(output.dtype.element_ty), mask=dv < VALUE_WIDTH)
 
 
 def can_attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None) -> bool:

@@ -17,24 +17,24 @@ from torch import Tensor
 BLOCK, PROGRAMS = 4096, 64
 
 # Odd, so that a product with them can be undone.
-_PLACE = tl.constexpr(0x1E3779B97F4A7C15)
+_POSITION_FACTOR = tl.constexpr(0x1E3779B97F4A7C15)
 _MIX = tl.constexpr(0x7F51AFD7ED558CCD)
 
 
 @triton.jit
 def _mixed(words, position):
     """Returns uint64 that depend on words, int64, and on their positions."""
-    mixed = (words + (position + 1) * _PLACE).to(tl.uint64, bitcast=True)
+    mixed = (words + (position + 1) * _POSITION_FACTOR).to(tl.uint64, bitcast=True)
     mixed = (mixed ^ (mixed >> 33)) * _MIX
     return mixed ^ (mixed >> 29)
 
 
 @triton.jit
-def _add_up(places, sums, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Adds to `sums[j]` what program (i, j) reads of tensor j. `places`: the address and the bytes of each tensor."""
+def _add_up(addresses, sums, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Adds to `sums[j]` what program (i, j) reads of tensor j. `addresses`: the address and number of bytes of each."""
     program, tensor = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    address = tl.load(places + 2 * tensor)
-    length = tl.load(places + 2 * tensor + 1)
+    address = tl.load(addresses + 2 * tensor)
+    length = tl.load(addresses + 2 * tensor + 1)
     words = length // 8
     data = address.to(tl.pointer_type(tl.int64))
     total = tl.zeros([BLOCK], tl.uint64)
@@ -56,8 +56,8 @@ def checksums(tensors: list[Tensor]) -> Tensor:
     """Returns a checksum of the bits of each tensor and their positions, int64 `[tensors]`; all are on one device."""
     whole = [tensor.detach().contiguous() for tensor in tensors]
     whole = [tensor if tensor.data_ptr() % 8 == 0 else tensor.clone() for tensor in whole]
-    places = torch.tensor([(tensor.data_ptr(), tensor.nbytes) for tensor in whole], device=whole[0].device)
-    sums = torch.zeros(len(whole), dtype=torch.int64, device=places.device)
+    addresses = torch.tensor([(tensor.data_ptr(), tensor.nbytes) for tensor in whole], device=whole[0].device)
+    sums = torch.zeros(len(whole), dtype=torch.int64, device=addresses.device)
     with torch.cuda.device_of(sums):
-        _add_up[(PROGRAMS, len(whole))](places, sums, BLOCK=BLOCK, PROGRAMS=PROGRAMS)
+        _add_up[(PROGRAMS, len(whole))](addresses, sums, BLOCK=BLOCK, PROGRAMS=PROGRAMS)
     return sums

@@ -73,15 +73,15 @@ def _answers(
     harness: HFLM, requests: list[Request], pairs: list[Pair], answers_by_pair: Any, disable_tqdm: bool
 ) -> list[tuple[float, bool]]:
     """Returns the answers in the order of requests. answers_by_pair: yields each different pair and its answer."""
-    places: dict[Pair, list[int]] = {}
-    for place, pair in enumerate(pairs):
-        places.setdefault(pair, []).append(place)
+    indices: dict[Pair, list[int]] = {}
+    for index, pair in enumerate(pairs):
+        indices.setdefault(pair, []).append(index)
     answers: dict[int, tuple[float, bool]] = {}
     hidden = disable_tqdm or harness.rank != 0
     with tqdm(total=len(requests), disable=hidden, desc="Running loglikelihood requests") as bar:
         for pair, answer in answers_by_pair:
-            for place in places[pair]:
-                answers[place] = answer
-                harness.cache_hook.add_partial("loglikelihood", requests[place][0], answer)
-            bar.update(len(places[pair]))
-    return [answers[place] for place in range(len(requests))]
+            for index in indices[pair]:
+                answers[index] = answer
+                harness.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
+            bar.update(len(indices[pair]))
+    return [answers[index] for index in range(len(requests))]

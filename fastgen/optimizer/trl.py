@@ -65,10 +65,10 @@ def token_scores(
     together.
     """
     options = {"logits_to_keep": logits_to_keep, "compute_entropy": compute_entropy}
-    asked = [name for name, value in inputs.items() if value is not None] + ["compute_aux_loss"] * compute_aux_loss
+    requested = [name for name, value in inputs.items() if value is not None] + ["compute_aux_loss"] * compute_aux_loss
 
     def shared(scorers: list[StateScorer]) -> Results:
-        leave_alone_for(unsupported_reasons(self, scorers, input_ids.shape[1], asked))
+        leave_alone_for(unsupported_reasons(self, scorers, input_ids.shape[1], requested))
         buckets = scorers[0].buckets_sync(input_ids, attention_mask)
         parts_of_rows = [*batches(buckets, input_ids.shape[1], input_ids[:batch_size].numel())]
         is_each_alone = len(parts_of_rows) == len(input_ids)
@@ -81,9 +81,9 @@ def token_scores(
             with scorers[0].in_place_of_backbone(tokens, mask):
                 parts.append(original(self, model, tokens[:, scored], mask[:, scored], **options))
             order += batch
-        places = torch.tensor(order, device=input_ids.device).argsort()
+        inverse = torch.tensor(order, device=input_ids.device).argsort()
         log_probs, entropies, _ = zip(*parts)
-        return torch.cat(log_probs)[places], torch.cat(entropies)[places] if compute_entropy else None, None
+        return torch.cat(log_probs)[inverse], torch.cat(entropies)[inverse] if compute_entropy else None, None
 
     options_of_all = {"batch_size": batch_size, "compute_aux_loss": compute_aux_loss, **options, **inputs}
     theirs = partial(original, self, model, input_ids, attention_mask, **options_of_all)
@@ -96,9 +96,9 @@ def preference_loss(
 ) -> Any:
     """Replaces `DPOTrainer._compute_loss`, which scores answers by the model and, unless precomputed, the reference."""
     models = [model] if self.ref_model is None or self.precompute_ref_logps else [model, self.ref_model]
-    asked = ["the auxiliary loss"] * self.aux_loss_enabled + ["return_outputs"] * return_outputs
+    requested = ["the auxiliary loss"] * self.aux_loss_enabled + ["return_outputs"] * return_outputs
     score = lambda scored: original(self, model, scored, return_outputs)  # noqa: E731
-    return of_answers(score, self, models, inputs, asked, "_compute_loss")
+    return of_answers(score, self, models, inputs, requested, "_compute_loss")
 
 
 def reference_scores(original: Callable[..., Any], self: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
@@ -111,14 +111,16 @@ def of_answers(
     trainer: Any,
     models: list[Any],
     inputs: dict[str, Any],
-    asked: list[str],
+    requested: list[str],
     method: str,
 ) -> Result:
     """Returns the score of a batch of answers, with what they have in common computed once by each of these models."""
     tokens, mask, answers = inputs[TOKENS], inputs[MASK], inputs[COMPLETIONS]
 
     def shared(scorers: list[StateScorer]) -> Result:
-        leave_alone_for(unsupported_reasons(trainer, scorers, tokens.shape[1], [*asked, *(inputs.keys() - _OF_TEXTS)]))
+        leave_alone_for(
+            unsupported_reasons(trainer, scorers, tokens.shape[1], [*requested, *(inputs.keys() - _OF_TEXTS)])
+        )
         scorers[0].buckets_sync(tokens, mask)
         first = max(int(answers.any(dim=0).long().argmax()) - 1, 0)
         with ExitStack() as stack:
@@ -174,17 +176,21 @@ def base_of(trainer: Any, model: nn.Module) -> Any:
     return unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped
 
 
-def unsupported_reasons(trainer: Any, scorers: list[StateScorer], columns: int, asked: list[str]) -> list[Reason]:
+def unsupported_reasons(trainer: Any, scorers: list[StateScorer], columns: int, requested: list[str]) -> list[Reason]:
     """Returns why these models cannot share beginnings; for the first model, `buckets_sync` finds further reasons.
 
-    `asked`: what the trainer passes to the models besides texts, or expects besides scores.
+    requested: what the trainer passes to the models besides texts, or expects besides scores.
     """
     configs = getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
     reads_tokens = ("is_prompt_learning", "alora_invocation_tokens")
-    virtual = [str(one.peft_type) for one in configs.values() if any(getattr(one, name, None) for name in reads_tokens)]
+    virtual = [
+        str(config.peft_type)
+        for config in configs.values()
+        if any(getattr(config, name, None) for name in reads_tokens)
+    ]
     is_split = getattr(trainer.accelerator, "parallelism_config", None) is not None
     return that_hold(
-        ("TRAINER", "the trainer uses {}", sorted(asked)[:1]),
+        ("TRAINER", "the trainer uses {}", sorted(requested)[:1]),
         ("TRAINER", "the rows or columns of a batch are split among devices", is_split),
         ("VIRTUAL_TOKENS", "{} puts tokens of its own before the prompt, or looks for some in it", virtual[:1]),
         *(scorer.reasons_in_backbone or scorer.unsupported_reasons(columns) for scorer in scorers[1:]),

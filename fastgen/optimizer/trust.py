@@ -186,7 +186,7 @@ def trial(
         result = theirs()
     if not _RUNNING.acquire(blocking=False):
         return result
-    after = undo_of_random_numbers()
+    restore_final = undo_of_random_numbers()
     try:
         restore()
         with torch.no_grad():
@@ -200,7 +200,7 @@ def trial(
     except Exception as error:
         _conclude(key, f"{type(error).__name__}: {error}", subject)
     finally:
-        after()
+        restore_final()
         _RUNNING.release()
     return result
 

@@ -68,7 +68,7 @@ def unsupported_reasons(owner: nn.Module, states: Tensor) -> list[Reason]:
         return [Reason("SHAPES", f"an input of shape {tuple(states.shape)} (supported: [batch, channels, frames])")]
     tensors = [states, *owner.parameters()]
     frames = states.shape[0] * states.shape[2]
-    kinds = {(type(one), one.is_cpu, one.dtype) for one in tensors[1:]}
+    kinds = {(type(tensor), tensor.is_cpu, tensor.dtype) for tensor in tensors[1:]}
     records = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     where = f"{states.dtype} on {states.device.type}"
     is_float = states.is_cpu and states.dtype == torch.float32
@@ -86,7 +86,7 @@ def unsupported_reasons(owner: nn.Module, states: Tensor) -> list[Reason]:
 def _layers(owner: nn.Module) -> list[nn.Module]:
     """Returns the modules that get another forward, without those where it would bypass user code or a graph."""
     functions = functional.conv1d, functional.conv_transpose1d
-    is_torchs = all(isinstance(one, BuiltinFunctionType) for one in functions)
+    is_torchs = all(isinstance(function, BuiltinFunctionType) for function in functions)
     if not is_torchs or not comes_with(nn.Conv1d._conv_forward, nn.Conv1d):
         return []
     return [

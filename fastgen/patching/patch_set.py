@@ -364,8 +364,8 @@ def _load(replacement: str) -> Callable:
 
 
 def _waiting_for(modules: set[str]) -> str:
-    first, *others = sorted(modules)
-    return f"waits for the import of {first}" + (f" and {len(others)} more" if others else "")
+    first, *rest = sorted(modules)
+    return f"waits for the import of {first}" + (f" and {len(rest)} more" if rest else "")
 
 
 def _is_being_imported(module: ModuleType) -> bool:

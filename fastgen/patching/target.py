@@ -28,11 +28,11 @@ class Unmet(Exception):
 
 @dataclass
 class Target:
-    """An attribute of an owner. before: what the owner itself held; function: what a call reaches, with `signature`."""
+    """An attribute of an owner. original: what the owner itself held; function: what a call reaches; its signature."""
 
     owner: object
     attribute: str
-    before: object
+    original: object
     kind: type | None
     function: Callable
     signature: inspect.Signature
@@ -52,11 +52,11 @@ class Target:
         self.active = False
         current = vars(self.owner).get(self.attribute, _ABSENT)
         if current is self.installed:
-            if self.before is _ABSENT:
+            if self.original is _ABSENT:
                 delattr(self.owner, self.attribute)
             else:
-                setattr(self.owner, self.attribute, self.before)
-        elif current is not self.before and current is not _ABSENT:
+                setattr(self.owner, self.attribute, self.original)
+        elif current is not self.original and current is not _ABSENT:
             self.on_top = current
             function = _function(current)
             return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"

@@ -46,7 +46,7 @@ def lengths_of(batch: Batch) -> list[int]:
 def test_every_line_is_in_one_batch_within_the_limits(lengths, rows, tokens, window):
     batches = list(plan(lengths, rows, tokens, window))
     generated = [number for batch in batches for number in numbers(batch)]
-    skipped = [each.line.number for batch in batches for each in batch.others]
+    skipped = [each.line.number for batch in batches for each in batch.skipped]
     assert sorted(generated + skipped) == list(range(1, len(lengths) + 1))
     assert all(lengths[number - 1] == 0 for number in skipped)
     for batch in batches:
@@ -70,14 +70,14 @@ def test_lines_of_one_length_go_together_within_the_limits():
 def test_file_order_has_the_batches_of_a_plain_loop():
     batches = list(plan([3, 0, 9, 4, 4, 0, 1], 2, None, 0))
     assert [numbers(batch) for batch in batches] == [[1, 3], [4, 5], [7]]
-    assert [[each.line.number for each in batch.others] for batch in batches] == [[2], [], [6]]
+    assert [[each.line.number for each in batch.skipped] for batch in batches] == [[2], [], [6]]
 
 
 def test_lines_without_text_are_at_the_end_of_their_window():
     planner = Planner(8, None, 6)
     first, second, third = planner(items_of([4] + [0] * 11 + [5]))
-    assert (lengths_of(first), first.number, [each.line.number for each in first.others]) == ([4], 0, [2, 3, 4, 5, 6])
-    assert (second.items, [each.line.number for each in second.others]) == ([], [7, 8, 9, 10, 11, 12])
+    assert (lengths_of(first), first.number, [each.line.number for each in first.skipped]) == ([4], 0, [2, 3, 4, 5, 6])
+    assert (second.items, [each.line.number for each in second.skipped]) == ([], [7, 8, 9, 10, 11, 12])
     assert (lengths_of(third), third.number) == ([5], 12)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fastgen.batch.errors import InputError
 from fastgen.batch.files import Line
 from fastgen.batch.planner import Item, Planner
-from fastgen.batch.shards import Share, of_launcher, output_of, place
+from fastgen.batch.shards import Share, of_launcher, output_of, rank_and_world_size
 from fastgen.batch.task import Task
 from fastgen.cli.transformers.args import parse_arguments
 from fastgen.reasons import counted
@@ -135,7 +135,7 @@ def array(task: int, *tasks: int) -> dict[str, str]:
     ],
 )
 def test_auto_takes_the_numbers_of_the_launcher(environ, expected):
-    assert place(environ) == expected
+    assert rank_and_world_size(environ) == expected
 
 
 @pytest.mark.parametrize("task", [3, 6])
@@ -235,7 +235,7 @@ def lines_of_each(lines: int, rows: int, shards: int, planner: Planner | None = 
         chunks = share.chunks(chunk[start : start + 64] for start in range(0, lines, 64))
         items = [Item(line, length=lengths[line.number - 1]) for own in chunks for line in own]
         batches = [*share.batches(planner, items)]
-        each.append([item.line.number for batch in batches for item in (*batch.items, *batch.others)])
+        each.append([item.line.number for batch in batches for item in (*batch.items, *batch.skipped)])
     return each
 
 

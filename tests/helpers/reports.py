@@ -44,7 +44,7 @@ def capturing(
     cuda_graphs: str = "on", smallest_capacity: int = 8, steps_before: int = 1, drafts: str = "off"
 ) -> Iterator[None]:
     """Captures the steps of models and calls of any size; buffers begin so small that calls outgrow them."""
-    cpu, gpu = (each._replace(before=steps_before, least=1) for each in (CPU_CAPTURES, GPU_CAPTURES))
+    cpu, gpu = (each._replace(eager_forwards=steps_before, least=1) for each in (CPU_CAPTURES, GPU_CAPTURES))
     with (
         configured(cuda_graphs=cuda_graphs, drafts=drafts),
         costs(cpu_captures=cpu, gpu_captures=gpu, min_computed=0.0),

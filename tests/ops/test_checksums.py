@@ -85,7 +85,7 @@ def compile_all() -> None:
 
     constants = {"BLOCK": triton_checksums.BLOCK, "PROGRAMS": triton_checksums.PROGRAMS}
     for architecture in MOST_SPILLED:
-        compile_kernel(triton_checksums._add_up, architecture, {"places": "*i64", "sums": "*i64"}, constants)
+        compile_kernel(triton_checksums._add_up, architecture, {"addresses": "*i64", "sums": "*i64"}, constants)
 
 
 @needs_triton

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from fastgen.optimizer.decoding import timing
-from fastgen.optimizer.decoding.timing import Load, Ratio, describe_others, in_turns, peak_memory, ratio_of
+from fastgen.optimizer.decoding.timing import Load, Ratio, describe_load, in_turns, peak_memory, ratio_of
 
 
 @pytest.fixture
@@ -103,14 +103,14 @@ def test_load_is_the_share_of_programs_that_are_not_ours(machine, clock):
     load = Load()
     clock[0] += 10.0
     machine(116.0, 16.0, 7.0)
-    assert load.others() == pytest.approx(8 / 20)
+    assert load.share() == pytest.approx(8 / 20)
     machine(900.0, 16.0, 7.0)
-    assert load.others() == 1.0
+    assert load.share() == 1.0
     machine(100.0, 90.0, 7.0)
-    assert load.others() == 0.0
+    assert load.share() == 0.0
 
 
 def test_a_system_without_figures_of_its_cpus_says_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(timing, "PROC", tmp_path / "none")
-    assert Load().others() is None
-    assert describe_others(None) == "" and describe_others(0.124) == "other programs took 12% of the CPUs"
+    assert Load().share() is None
+    assert describe_load(None) == "" and describe_load(0.124) == "other programs took 12% of the CPUs"

@@ -34,9 +34,9 @@ def run(prog: str, what: str, argv: list[str] | None = None) -> int:
     Exits with 141 if the reader of the output has closed it.
     """
     set_openmp_variables()
-    before = sys.argv
+    original_argv = sys.argv
     # fairseq reads --user-dir from sys.argv, whatever arguments its parser gets.
-    sys.argv = [prog, *(before[1:] if argv is None else argv)]
+    sys.argv = [prog, *(original_argv[1:] if argv is None else argv)]
     try:
         with reader_may_leave():
             # --version is handled before the import of fairseq, which takes seconds and may fail.
@@ -53,7 +53,7 @@ def run(prog: str, what: str, argv: list[str] | None = None) -> int:
         say("interrupted")
         return INTERRUPTED
     finally:
-        sys.argv = before
+        sys.argv = original_argv
     return 0
 
 

@@ -103,14 +103,14 @@ class Printer:
                 lines.append(f"S-{number}\t{source_text}")
             if target is not None:
                 lines.append(f"T-{number}\t{target_text}")
-            for place, hypothesis in enumerate(hypotheses):
+            for index, hypothesis in enumerate(hypotheses):
                 text = self._text(hypothesis.tokens, self.target_dictionary, **ignored)
                 if self.replacements is not None:
                     unknown = self.target_dictionary.unk_string()
                     text = utils.replace_unk(text, source_text, hypothesis.alignment, self.replacements, unknown)
                 decoded = self._decoded(text)
                 lines += self._hypothesis_lines(number, hypothesis, text, decoded)
-                if place == 0 and target is not None:
+                if index == 0 and target is not None:
                     pairs.append(self._pair((target_text, decoded), (target, hypothesis.tokens)))
         return "" if self.quiet else "".join(f"{line}\n" for line in lines), pairs
 

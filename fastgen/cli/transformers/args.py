@@ -77,16 +77,16 @@ def build_parser(everything: bool = False) -> argparse.ArgumentParser:
         parser.add_argument(name, action="help", help=f"show {'the common' if name == '--help' else 'all'} flags")
     version = f"fastgen {fastgen.__version__}"
     parser.add_argument("--version", action="version", version=version, help="show the version")
-    for title, settings in groupby(settings_of_run(), key=lambda each: each.metadata["group"]):
+    for title, settings in groupby(settings_of_run(), key=lambda setting: setting.metadata["group"]):
         group = parser.add_argument_group(title) if title else parser
         if title == COMMON:
             for name, help in COMMON_SETTINGS.items():
                 _add_setting(group, name, help=help, metavar="N")
             const = ("do_sample", True)
             group.add_argument("--do_sample", dest="gen", action="append_const", const=const, help=SAMPLE)
-        for each in settings:
+        for setting in settings:
             hidden = {} if everything or title in ("", COMMON) else {"help": argparse.SUPPRESS}
-            _add_flag(group, each, each.metadata["argparse"] | hidden)
+            _add_flag(group, setting, setting.metadata["argparse"] | hidden)
     for name in generation_fields():
         if name not in (*COMMON_SETTINGS, "do_sample"):
             _add_setting(parser, name, nargs="?", const="true", help=argparse.SUPPRESS)
@@ -131,7 +131,7 @@ def _key_value(text: str) -> tuple[str, Any]:
 
 def as_flag(name: str, value: Any = None) -> str:
     """Returns a setting in the form of a flag."""
-    is_of_run = name in {each.name for each in settings_of_run()}
+    is_of_run = name in {setting.name for setting in settings_of_run()}
     if not is_of_run and name not in generation_fields():
         return f"--gen {name}" if value is None else f"--gen {name}={value}"
     flag = f"--{FASTSEQ_NAMES.get(name, name)}"
@@ -160,7 +160,7 @@ def parse_arguments(argv: Sequence[str]) -> BatchConfig:
         del settings[name]
         print(f"note: --{name} changes nothing", file=sys.stderr)
     # FastSeq's number for "not set".
-    settings["gen"] = [each for each in settings.get("gen", []) if each != ("min_length", -1)]
+    settings["gen"] = [pair for pair in settings.get("gen", []) if pair != ("min_length", -1)]
     config = BatchConfig(**settings, named=as_flag)
     if "input_format" not in settings and config.reads_records and not config.quiet:
         kind = table_kind(config.input) or "JSON"

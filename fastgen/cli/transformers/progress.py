@@ -68,8 +68,8 @@ class Progress(run.Progress):
 
     def end(self) -> None:
         seconds = time.perf_counter() - self._begun
-        places = 0 if self._unit == "tokens" else 2
-        speed = f"{self.inputs / seconds:.2f} inputs/s, {self.amount / seconds:.{places}f} {self._unit}/s"
+        digits = 0 if self._unit == "tokens" else 2
+        speed = f"{self.inputs / seconds:.2f} inputs/s, {self.amount / seconds:.{digits}f} {self._unit}/s"
         self.line(f"{counted(self.inputs, 'line')} in {seconds:.2f} s, {speed}")
 
     def _speed(self) -> str:

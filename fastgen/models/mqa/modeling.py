@@ -139,7 +139,7 @@ class MQATransformerForConditionalGeneration(MQAPreTrainedModel, GenerationMixin
         loss = None
         if labels is not None:
             loss = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-        return Seq2SeqLMOutput(loss=loss, logits=logits, **_others(outputs))
+        return Seq2SeqLMOutput(loss=loss, logits=logits, **_other_fields(outputs))
 
 
 class MQATransformerForCausalLM(MQAPreTrainedModel, GenerationMixin):
@@ -191,10 +191,10 @@ class MQATransformerForCausalLM(MQAPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        return CausalLMOutputWithCrossAttentions(loss=loss, logits=logits, **_others(outputs))
+        return CausalLMOutputWithCrossAttentions(loss=loss, logits=logits, **_other_fields(outputs))
 
 
-def _others(outputs: Any) -> dict[str, Any]:
+def _other_fields(outputs: Any) -> dict[str, Any]:
     """Returns the fields of a model's output except the last hidden states."""
     return {name: value for name, value in outputs.items() if name != "last_hidden_state"}
 

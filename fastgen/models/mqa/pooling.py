@@ -50,10 +50,10 @@ def _with_fewer_heads(model: PreTrainedModel, num_key_value_heads: int) -> PreTr
             "BartForConditionalGeneration, T5ForConditionalGeneration, and models like Llama)"
         )
     sizes = model.config.to_dict() | {"num_key_value_heads": num_key_value_heads}
-    before = getattr(model.config, "num_key_value_heads", num_key_value_heads)
-    if num_key_value_heads < 1 or before % num_key_value_heads:
+    old_heads = getattr(model.config, "num_key_value_heads", num_key_value_heads)
+    if num_key_value_heads < 1 or old_heads % num_key_value_heads:
         raise ValueError(
-            f"num_key_value_heads={num_key_value_heads} does not divide the {before} key heads of the model"
+            f"num_key_value_heads={num_key_value_heads} does not divide the {old_heads} key heads of the model"
         )
     sizes.pop("model_type")
     return kind(kind.config_class(**sizes)).to(model.dtype)

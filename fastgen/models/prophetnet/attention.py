@@ -36,8 +36,8 @@ class NgramMultiheadAttention(MultiheadAttention):
         """Returns keys and values of all steps, `[B, H, S, D]`, and stores them in the state if it supports that."""
         if incremental_state is None:
             return keys, values
-        has_place = getattr(incremental_state, "has_self", None)
-        if has_place is not None and has_place(self):
+        has_self = getattr(incremental_state, "has_self", None)
+        if has_self is not None and has_self(self):
             return incremental_state.append(self, keys, values)
         saved = self._get_input_buffer(incremental_state)
         if saved:

@@ -129,24 +129,24 @@ class NgramTransformerDecoder(FairseqIncrementalDecoder):
         keys = prev_output_tokens.shape[1]
         predict = self.ngram
         if incremental_state is None:
-            place = torch.arange(1, keys + 1, device=prev_output_tokens.device)[:, None]
+            position = torch.arange(1, keys + 1, device=prev_output_tokens.device)[:, None]
             positions = utils.make_positions(prev_output_tokens, self.padding_idx)
         else:
             prev_output_tokens = prev_output_tokens[:, -1:]
             predict = 1
-            place = getattr(incremental_state, "position", None)  # on the device, in captured steps
-            if place is None:
-                place = torch.full((1, 1), keys, device=prev_output_tokens.device)
+            position = getattr(incremental_state, "position", None)  # on the device, in captured steps
+            if position is None:
+                position = torch.full((1, 1), keys, device=prev_output_tokens.device)
             else:
                 keys = incremental_state.limit
-            positions = (self.padding_idx + place).expand_as(prev_output_tokens)
+            positions = (self.padding_idx + position).expand_as(prev_output_tokens)
         main = self.embed_tokens(prev_output_tokens) + self._positions(positions)
         ahead = self._positions(positions + 1)
         # The published weights are in reverse order.
         x = torch.cat([main, *(self.ngram_input_embed.weight[stream - 1] + ahead for stream in range(predict))], dim=1)
         x = self.dropout(self.emb_layer_norm(x)).transpose(0, 1)  # [L, B, C]
         length = main.shape[1]
-        streams = make_streams(place - 1, keys, predict, self.num_buckets, self.relative_max_distance, x)
+        streams = make_streams(position - 1, keys, predict, self.num_buckets, self.relative_max_distance, x)
         states, mask = _encoded(encoder_out)
         for layer in self.layers:
             x = layer(x, streams, states, mask, incremental_state)

@@ -44,6 +44,6 @@ def attention_masks(kind: str, lengths: Tensor, source_lengths: Tensor | None = 
     ends = source_lengths
     if ends is None:
         ends = lengths if kind == "bidirectional" else torch.zeros_like(lengths)
-    places = torch.arange(int(lengths.max()), device=lengths.device)
-    is_token = places < lengths[:, None]  # [rows, longest]
-    return visible(places[:, None], places, ends[:, None, None]) & is_token[:, None]
+    positions = torch.arange(int(lengths.max()), device=lengths.device)
+    is_token = positions < lengths[:, None]  # [rows, longest]
+    return visible(positions[:, None], positions, ends[:, None, None]) & is_token[:, None]

@@ -203,8 +203,8 @@ class UniLMForConditionalGeneration(PreTrainedModel, GenerationMixin):
         """Returns the library's processors, but blocks n-grams in the target only, like the published decoder."""
         length = kwargs["input_ids_seq_length"]
         return LogitsProcessorList(
-            InTarget(one, length) if isinstance(one, NoRepeatNGramLogitsProcessor) else one
-            for one in super()._get_logits_processor(*args, **kwargs)
+            InTarget(processor, length) if isinstance(processor, NoRepeatNGramLogitsProcessor) else processor
+            for processor in super()._get_logits_processor(*args, **kwargs)
         )
 
     def _positions(self, input_ids: Tensor, attention_mask: Tensor | None, cache: Cache | None) -> Tensor:

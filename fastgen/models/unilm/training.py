@@ -53,13 +53,15 @@ def masked_target_batch(
     input_ids = torch.full((rows, longest), config.pad_token_id)
     for row, (source, target) in enumerate(zip(sources, targets)):
         input_ids[row, : lengths[row]] = torch.tensor([*source, *target, config.eos_token_id])
-    places = torch.arange(longest)
-    in_target = (places >= source_lengths[:, None]) & (places < lengths[:, None])
+    positions = torch.arange(longest)
+    in_target = (positions >= source_lengths[:, None]) & (positions < lengths[:, None])
     chances = torch.rand(rows, longest, generator=generator).masked_fill(~in_target, 2.0)
     chosen = in_target & ((chances < mask_probability) | (chances == chances.amin(dim=1, keepdim=True)))
     return {
         "input_ids": input_ids.masked_fill(chosen, config.mask_token_id),
-        "token_type_ids": torch.where(places < source_lengths[:, None], config.source_type_id, config.target_type_id),
+        "token_type_ids": torch.where(
+            positions < source_lengths[:, None], config.source_type_id, config.target_type_id
+        ),
         "attention_mask": attention_masks("sequence-to-sequence", lengths, source_lengths),
         "labels": input_ids.masked_fill(~chosen, IGNORED),
     }

@@ -188,8 +188,8 @@ def _ban(
     return result
 
 
-def _fake_ban(tokens: Tensor, scores: Tensor, *others: Any) -> Tensor:
-    check(tokens, scores, *others)
+def _fake_ban(tokens: Tensor, scores: Tensor, *args: Any) -> Tensor:
+    check(tokens, scores, *args)
     return torch.empty_like(scores, memory_format=torch.contiguous_format)
 
 

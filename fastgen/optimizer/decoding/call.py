@@ -216,10 +216,10 @@ def undo_of_tensors(modules: Iterable[nn.Module]) -> Restore:
     Writes in place are not undone: for another number of rows a forward allocates new tensors.
     Other attributes are not restored either: the library records there where it has registered hooks.
     """
-    before = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
+    snapshots = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
 
     def restore() -> None:
-        for module, attributes, buffers in before:
+        for module, attributes, buffers in snapshots:
             for name, value in tuple(vars(module).items()):
                 if isinstance(value, Tensor) or isinstance(attributes.get(name), Tensor):
                     vars(module)[name] = attributes.get(name)
@@ -253,16 +253,16 @@ def undo_of_attributes(objects: Iterable[Any]) -> Restore:
     states = []
     for changed in objects:
         attributes = getattr(changed, "__dict__", {})
-        before = dict(attributes)
+        snapshot = dict(attributes)
         for name, value in attributes.items():
             if type(value) in (dict, list):
-                before[name] = copy.copy(value)
-        states.append((changed, type(changed), attributes, before))
+                snapshot[name] = copy.copy(value)
+        states.append((changed, type(changed), attributes, snapshot))
 
     def restore() -> None:
-        for changed, kind, attributes, before in states:
+        for changed, kind, attributes, snapshot in states:
             attributes.clear()
-            attributes.update(before)
+            attributes.update(snapshot)
             if type(changed) is not kind:
                 changed.__class__ = kind
 

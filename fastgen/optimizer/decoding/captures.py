@@ -59,9 +59,9 @@ class CapturePolicy:
     def __init__(self) -> None:
         self.remembers = not CONFIG.repeatable
 
-    def uses(self, now: int, earlier: int) -> int:
+    def uses(self, current: int, previous: int) -> int:
         """Returns the uses of a new capture: those of this call, and those that earlier calls would have had for it."""
-        return now + earlier if self.remembers else now
+        return current + previous if self.remembers else current
 
     def may_reuse(self, graphs: GraphCache) -> bool:
         """Whether a call may use graphs before it would have captured them itself."""
@@ -134,7 +134,7 @@ class Captures:
         return is_worth_capturing(self.call.costs, size, rows, left, is_captured=False, device=self.graphs.device)
 
     def _is_late(self, forwards: int) -> bool:
-        return forwards >= self.call.costs.captures(self.graphs.device).before
+        return forwards >= self.call.costs.captures(self.graphs.device).eager_forwards
 
     def begin(self, tokens: Tensor, outputs: Any, size: int) -> CapturedGraph | None:
         """Returns a graph that has repeated the last forward, if steps are captured from the next one on.
@@ -146,7 +146,7 @@ class Captures:
         if self.forwards < self._next_attempt:
             return None
         is_late, loop, graphs = self._is_late(self.forwards), self.loop, self.graphs
-        self._next_attempt = math.inf if is_late else self.call.costs.captures(graphs.device).before
+        self._next_attempt = math.inf if is_late else self.call.costs.captures(graphs.device).eager_forwards
         left = loop.max_length - tokens.shape[1]
         graph = None
         reasons = graphs.refused or ([] if self.call.change_of(loop.model) is None else loop.checks.rows)

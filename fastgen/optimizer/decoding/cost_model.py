@@ -119,22 +119,22 @@ class ModelSize:
 class CaptureCosts(NamedTuple):
     """What capturing a step takes, in eager steps, and how many forwards come before.
 
-    new: for a new graph; existing: for the step that each call repeats. before: forwards that run eagerly before a new
-    graph, because many calls end early. least: calls with fewer steps are never captured.
+    new: for a new graph; existing: for the step that each call repeats. eager_forwards: forwards that run eagerly
+    before a new graph, because many calls end early. least: calls with fewer steps are never captured.
     """
 
     new: float
     existing: float
-    before: int
+    eager_forwards: int
     least: int
 
 
 # Filling a static cache and repeating one step take the time of 1.7 steps; a replay saves 8 to 14 % of a step (AMD
 # EPYC, family 26).
-CPU_CAPTURES = CaptureCosts(new=3, existing=1, before=8, least=24)
+CPU_CAPTURES = CaptureCosts(new=3, existing=1, eager_forwards=8, least=24)
 # A replay saves two thirds of a step, and a new graph takes as long as 12 eager steps (H200, Llama-8B with 8 layers):
 # by these numbers that model is captured for 24 steps, and its graph replayed for 4.
-GPU_CAPTURES = CaptureCosts(new=9.9, existing=1.6, before=2, least=4)
+GPU_CAPTURES = CaptureCosts(new=9.9, existing=1.6, eager_forwards=2, least=4)
 
 
 class ForwardTimes:
@@ -282,8 +282,8 @@ def _measured(model: nn.Module, encoder: nn.Module | None) -> ModelSize:
     modules, weights = list(model.modules()), list(model.parameters())
     # Tokens look up one row of an embedding; the output layer, of the same shape, sees the last token only.
     looked_up = {module.weight.shape for module in modules if isinstance(module, nn.Embedding)}
-    before = set() if encoder is None else set(encoder.parameters())  # runs once per input anyway
-    prefill = [weight for weight in weights if weight.dim() > 1 and weight not in before]
+    encoder_weights = set() if encoder is None else set(encoder.parameters())  # runs once per input anyway
+    prefill = [weight for weight in weights if weight.dim() > 1 and weight not in encoder_weights]
     used = [weight.numel() for weight in prefill if weight.shape not in looked_up]
     large = [weight.numel() for weight in weights if weight.is_cpu and weight.dtype in cpu_linear.DTYPES]
     large = [elements for elements in large if elements >= cpu_linear.MIN_ELEMENTS]

@@ -46,35 +46,35 @@ def sizes_for(rows: int) -> tuple[int, ...]:
 class Text:
     """The tokens of one row, its source before them, and the occurrence of its suffix that is followed.
 
-    `place`: the index of the token that followed that occurrence, the draft's first; None if there is none. length: of
+    start: the index of the token that followed that occurrence, the draft's first; None if there is none. length: of
     the match, at most `LONGEST_MATCH`.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens: list[int] = []
-        self.place: int | None = None
+        self.start: int | None = None
         self.length = 0
         self._latest: dict[int, int] = {}  # for each token, the index after its last occurrence
-        self._earlier: list[int] = []  # for each index, that after the previous occurrence of its token
+        self._previous: list[int] = []  # for each index, that after the previous occurrence of its token
         for token in tokens:
             self._store(token)
         self._find()
 
     def append(self, token: int) -> None:
         """Adds a token. If it is the drafted one, the match grows by it; otherwise a new match is searched for."""
-        is_drafts = self.place is not None and self.tokens[self.place] == token
+        is_drafts = self.start is not None and self.tokens[self.start] == token
         self._store(token)
-        if is_drafts and self.place is not None:
-            self.place, self.length = self.place + 1, min(self.length + 1, LONGEST_MATCH)
+        if is_drafts and self.start is not None:
+            self.start, self.length = self.start + 1, min(self.length + 1, LONGEST_MATCH)
         else:
             self._find()
 
     def draft(self, count: int) -> list[int]:
         """Returns the `count` tokens after the occurrence; where the text ends, it is repeated from there on."""
-        if self.place is None:
+        if self.start is None:
             return []
-        drafted = self.tokens[self.place : self.place + count]
-        period = len(self.tokens) - self.place
+        drafted = self.tokens[self.start : self.start + count]
+        period = len(self.tokens) - self.start
         while len(drafted) < count:
             drafted.append(drafted[len(drafted) - period])
         return drafted
@@ -82,29 +82,29 @@ class Text:
     def _store(self, token: int) -> None:
         """Adds a token, which from now on follows the last occurrence of the token before it."""
         if self.tokens:
-            before = self.tokens[-1]
+            previous_token = self.tokens[-1]
             end = len(self.tokens)
-            self._earlier.append(self._latest.get(before, -1))
-            self._latest[before] = end
+            self._previous.append(self._latest.get(previous_token, -1))
+            self._latest[previous_token] = end
         else:
-            self._earlier.append(-1)
+            self._previous.append(-1)
         self.tokens.append(token)
 
     def _find(self) -> None:
         """Finds the longest match of the suffix, of equally long ones the last."""
         tokens = self.tokens
         end = len(self.tokens)
-        self.place, self.length = None, 0
-        place = self._latest.get(tokens[-1], -1) if tokens else -1
+        self.start, self.length = None, 0
+        start = self._latest.get(tokens[-1], -1) if tokens else -1
         for _ in range(MOST_OCCURRENCES):
-            if place < 0 or self.length == LONGEST_MATCH:
+            if start < 0 or self.length == LONGEST_MATCH:
                 break
             length = 1
-            while length < min(place, LONGEST_MATCH) and tokens[place - length - 1] == tokens[end - length - 1]:
+            while length < min(start, LONGEST_MATCH) and tokens[start - length - 1] == tokens[end - length - 1]:
                 length += 1
             if length > self.length:
-                self.place, self.length = place, length
-            place = self._earlier[place]
+                self.start, self.length = start, length
+            start = self._previous[start]
 
 
 class Drafts:
@@ -130,9 +130,9 @@ class Drafts:
     def append(self, tokens: Sequence[int]) -> None:
         """Adds a token to each row."""
         for text, token in zip(self.texts, tokens):
-            if text.place is not None:
+            if text.start is not None:
                 self._seen[text.length] += 1
-                self._right[text.length] += text.tokens[text.place] == token
+                self._right[text.length] += text.tokens[text.start] == token
             text.append(token)
 
     def propose(self, most: int, overhead: Callable[[int], float] = lambda size: 1.0) -> list[list[int]]:
@@ -141,7 +141,7 @@ class Drafts:
         most: the most tokens of a row in a forward. overhead: returns a factor of the cost, given the tokens per row.
         The size, of `sizes_for`, is that with the most expected tokens per time.
         """
-        if any(text.place is None for text in self.texts):
+        if any(text.start is None for text in self.texts):
             return []
         most = min([most, *map(self._tokens_before_padding, self.texts)])
         shares = self._shares()

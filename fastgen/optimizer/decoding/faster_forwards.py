@@ -67,13 +67,13 @@ def faster_forwards(
                 if isinstance(forward, FasterForward):
                     forward.users += 1
                     swapped.append(forward)
-    before = call.swapped
+    previous = call.swapped
     call.swapped = tuple(models)
     call.is_accelerated |= bool(swapped)
     try:
         yield
     finally:
-        call.swapped = before
+        call.swapped = previous
         with _LOCK:
             for forward in swapped:
                 forward.users -= 1

@@ -60,7 +60,7 @@ _COLLECTIONS = _MAPPINGS | {list, tuple, set, frozenset}
 _UNNAMED = ("", "_modules", "_parameters", "_buffers")  # keys that are left out of paths
 _OF_CALL = "fastgen.optimizer."  # defines the classes of attributes that fastgen sets for the time of a call
 
-Place: TypeAlias = tuple[int, Any]  # of an entry: the number of its container, and the key there
+Location: TypeAlias = tuple[int, Any]  # of an entry: the number of its container, and the key there
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,15 +187,15 @@ class Guards:
         self._nested: list[tuple[int, Any, bool]] = []  # a container's location, and whether it is a namespace
         self._paths = ["", "", ""]
         self._names: list[tuple[int, frozenset[str]]] = []  # the attributes in each namespace
-        self._objects, self._collections, self._tensors, self._constants = (list[Place]() for _ in range(4))
+        self._objects, self._collections, self._tensors, self._constants = (list[Location]() for _ in range(4))
         self._getters: list[tuple[int, Callable[[Any], tuple[Any, ...]]]] = []
         containers = self._containers()
         self._add_entries(containers, {*map(id, modules.values()), *map(id, roots.values())})
         self._expected = self._read(containers)
         self._expected[3] = [tuple(map(_copy, constants)) for constants in self._expected[3]]
-        self._freed: dict[Place, Any] = {}
-        objects = [(place, containers[place[0]][place[1]]) for place in self._objects]
-        self._references = [reference(value, partial(self._freed.setdefault, place)) for place, value in objects]
+        self._freed: dict[Location, Any] = {}
+        objects = [(location, containers[location[0]][location[1]]) for location in self._objects]
+        self._references = [reference(value, partial(self._freed.setdefault, location)) for location, value in objects]
 
     def _add_entries(self, containers: list[Any], owners: set[int]) -> None:
         """Walks over the model. owners: the ids of objects that have a namespace, besides configurations."""
@@ -277,9 +277,9 @@ class Guards:
         with suppress(Exception):
             if self._expected == present:
                 return self._added(containers)
-        places = self._objects * 2 + self._collections + self._tensors + self._constants
-        pairs = zip(places, *(chain(*values[:3], *values[3]) for values in (self._expected, present)))
-        changed = [place for place, old, new in pairs if old is not new and _differ(old, new)]
+        locations = self._objects * 2 + self._collections + self._tensors + self._constants
+        pairs = zip(locations, *(chain(*values[:3], *values[3]) for values in (self._expected, present)))
+        changed = [location for location, old, new in pairs if old is not new and _differ(old, new)]
         return f"{self._path(*changed[0])} was replaced" if changed else None
 
     def _added(self, containers: list[Any]) -> str | None:
@@ -329,7 +329,10 @@ def _copy(constant: Any) -> Any:
 
 def _keys(collections: list[Any]) -> list[Any]:
     """Returns the type of each collection, and its keys in their order, or its length."""
-    return [(type(each), tuple(each) if type(each) in _MAPPINGS else len(each)) for each in collections]
+    return [
+        (type(collection), tuple(collection) if type(collection) in _MAPPINGS else len(collection))
+        for collection in collections
+    ]
 
 
 _layout = attrgetter("shape", "dtype")

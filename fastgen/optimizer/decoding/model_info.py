@@ -76,9 +76,11 @@ class ModelInfo:
         self.foreign_in_training = next((name for name, _ in self.foreign_classes if modules[name].training), None)
         self.replaced = _replaced(modules, known_code)
         functions = [read() for read in self.guards.registered.values()]
-        others = [qualified_name(function) for function in functions if not is_from(function, known_code.packages)]
+        foreign_functions = [
+            qualified_name(function) for function in functions if not is_from(function, known_code.packages)
+        ]
         self.foreign = sorted(f"{code.path}.{name}" for code in self.guards.code for name in code.user_code)
-        self.foreign += [f"registered function {name}" for name in others]
+        self.foreign += [f"registered function {name}" for name in foreign_functions]
         self.user_code = [what for _, what in self.replaced + self.foreign_classes] + self.foreign
         hooked = {name for name, hook in hooks if type(hook) is not WeightNorm}
         foreign = {name for name, _ in self.foreign_classes + self.replaced}

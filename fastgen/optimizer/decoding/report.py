@@ -262,8 +262,14 @@ class Report:
             "replayed_steps": self.replays,
             "kernels": dict(sorted(self.kernels.items())),
             "reasons": [
-                {"part": part, "code": one.code, "text": one.text, "detail": one.detail, "decision": one.is_decision}
-                for part, one in self.not_done
+                {
+                    "part": part,
+                    "code": reason.code,
+                    "text": reason.text,
+                    "detail": reason.detail,
+                    "decision": reason.is_decision,
+                }
+                for part, reason in self.not_done
             ],
             "stages": [
                 {"name": stage.name, "seconds": stage.seconds}

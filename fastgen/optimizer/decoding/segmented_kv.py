@@ -231,7 +231,7 @@ def _repeated_states(states: Tensor, rows: int) -> Tensor:
 
 def materialized(segments: Iterable[Tensor], rows: int) -> Tensor:
     """Returns segments as one tensor `[rows, kv_heads, length, head_dim]` in memory of its own."""
-    by_row = [one if one.shape[0] == rows else _repeated_states(one, rows) for one in segments]
+    by_row = [segment if segment.shape[0] == rows else _repeated_states(segment, rows) for segment in segments]
     return torch.cat(by_row, dim=2)
 
 
@@ -329,9 +329,9 @@ def _transpose(input: SegmentedKV, dim0: int, dim1: int) -> Tensor:
 def _getitem(states: SegmentedKV, index: Any) -> Tensor:
     everything = slice(None)
     added = isinstance(index, tuple) and len(index) in (3, 5) and index[2] is None
-    others = (*index[:2], *index[3:]) if added else ()
+    rest = (*index[:2], *index[3:]) if added else ()
     is_plain = states.form == PLAIN and states.groups == 1
-    if is_plain and added and all(isinstance(one, slice) and one == everything for one in others):
+    if is_plain and added and all(isinstance(item, slice) and item == everything for item in rest):
         return states.view_as_form(UNSQUEEZED)
     return NotImplemented
 

@@ -105,19 +105,19 @@ def peak_memory(call: Callable[[], object]) -> int | None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        baseline = torch.cuda.memory_allocated()
         call()
-        return int(torch.cuda.max_memory_allocated() - before)
+        return int(torch.cuda.max_memory_allocated() - baseline)
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
     try:
         (PROC / "self" / "clear_refs").write_text("5")  # resets VmHWM, the peak of the process
-        before = _status_bytes("VmRSS")
+        baseline = _status_bytes("VmRSS")
     except OSError:
         call()
         return None
     call()
-    return max(_status_bytes("VmHWM") - before, 0)
+    return max(_status_bytes("VmHWM") - baseline, 0)
 
 
 def _status_bytes(field: str) -> int:
@@ -126,21 +126,21 @@ def _status_bytes(field: str) -> int:
 
 
 class Load:
-    """The share of the CPUs' time that other programs take from the creation of this object to a call of `others`."""
+    """The share of the CPUs' time that other programs take from the creation of this object to a call of `share`."""
 
     def __init__(self) -> None:
         self._begun = time.perf_counter()
-        self._busy = self._busy_with_others()
+        self._busy = self._other_seconds()
 
-    def others(self) -> float | None:
+    def share(self) -> float | None:
         """Returns the share, from 0 to 1; None if the system does not say."""
-        if self._busy is None or (busy := self._busy_with_others()) is None:
+        if self._busy is None or (busy := self._other_seconds()) is None:
             return None
         cpu_seconds = (time.perf_counter() - self._begun) * (os.cpu_count() or 1)
         return min(max((busy - self._busy) / max(cpu_seconds, 1e-3), 0.0), 1.0)
 
     @staticmethod
-    def _busy_with_others() -> float | None:
+    def _other_seconds() -> float | None:
         """Returns the seconds since the start of the machine that its CPUs have worked for other processes."""
         try:
             fields = (PROC / "stat").read_text().split("\n")[0].split()[1:9]
@@ -161,6 +161,6 @@ def _own_seconds(pid: str = "self") -> float:
     return sum(map(int, times)) / os.sysconf("SC_CLK_TCK") + sum(map(_own_seconds, children))
 
 
-def describe_others(share: float | None) -> str:
+def describe_load(share: float | None) -> str:
     """Returns a clause on the share of other programs; "" if it is not known."""
     return "" if share is None else f"other programs took {share:.0%} of the CPUs"

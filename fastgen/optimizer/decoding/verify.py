@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from fastgen.optimizer.decoding.call import last_report, undo_of_random_numbers
 from fastgen.optimizer.decoding.report import Report
-from fastgen.optimizer.decoding.timing import Load, Ratio, describe_others, in_turns, peak_memory, ratio_of
+from fastgen.optimizer.decoding.timing import Load, Ratio, describe_load, in_turns, peak_memory, ratio_of
 from fastgen.patching import disabled
 from fastgen.reasons import counted
 
@@ -106,8 +106,8 @@ class Run:
 class Verification:
     """The result of `fastgen.verify`.
 
-    rows: the number of compared sequences. `others`: the share of the CPUs that other programs took, if known. report:
-    of the last call with fastgen.
+    rows: the number of compared sequences. other_load: the share of the CPUs that other programs took, if known.
+    report: of the last call with fastgen.
     """
 
     host: str
@@ -115,7 +115,7 @@ class Verification:
     difference: Difference | None
     theirs: Run
     ours: Run
-    others: float | None
+    other_load: float | None
     report: Report | None
 
     @property
@@ -142,13 +142,13 @@ class Verification:
             self.host: self.theirs.as_dict(),
             "fastgen": self.ours.as_dict(),
             "speedup": self.speedup,
-            "others": self.others,
+            "others": self.other_load,
             "report": None if self.report is None else self.report.as_dict(),
         }
 
     def __repr__(self) -> str:
         verdict = f"equal: {counted(self.rows, 'row')}" if self.difference is None else f"different: {self.difference}"
-        summary = "; ".join(filter(None, [str(self.ratio), describe_others(self.others)]))
+        summary = "; ".join(filter(None, [str(self.ratio), describe_load(self.other_load)]))
         unseen = "the call did not go through fastgen: see print(fastgen.status())"
         report = [unseen] if self.report is None else repr(self.report).splitlines()
         lines = [f"{self.host}: {self.theirs}", f"fastgen: {self.ours}", summary, *report]
@@ -157,7 +157,7 @@ class Verification:
 
 def verify(call: HostCall, enabled: Callable[[], AbstractContextManager[Any]]) -> Verification:
     """Does the work of `fastgen.verify`, which passes `fastgen.enabled`."""
-    restore, before = undo_of_random_numbers(), last_report()
+    restore, previous_report = undo_of_random_numbers(), last_report()
 
     def run(context: Callable[[], AbstractContextManager[Any]]) -> Any:
         with context():
@@ -171,11 +171,11 @@ def verify(call: HostCall, enabled: Callable[[], AbstractContextManager[Any]]) -
         memory = [peak_memory(way) for way in (stock, fast)]
         load = Load()
         their_turns, our_turns = in_turns([stock, fast])
-        others = load.others()
+        other_load = load.share()
     finally:
         restore()
-    report = None if last_report() is before else last_report()
+    report = None if last_report() is previous_report else last_report()
     with disabled():
         difference = call.difference(ours, theirs)
     costs = Run(their_turns, memory[0]), Run(our_turns, memory[1])
-    return Verification(call.host, call.rows_of(theirs), difference, *costs, others, report)
+    return Verification(call.host, call.rows_of(theirs), difference, *costs, other_load, report)

@@ -64,8 +64,8 @@ def allowed() -> Iterator[None]:
         yield
         return
     with _READING:
-        before = set(torch.serialization.get_safe_globals())
-        with torch.serialization.safe_globals([entry for entry in _available() if entry not in before]):
+        user_globals = set(torch.serialization.get_safe_globals())
+        with torch.serialization.safe_globals([entry for entry in _available() if entry not in user_globals]):
             yield
 
 

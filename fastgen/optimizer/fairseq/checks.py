@@ -40,12 +40,12 @@ METHODS = ("reorder_incremental_state", "reorder_encoder_out")
 KNOWN_PACKAGES = PYTHON | {"fairseq", "fastgen", "torch"}
 
 # Packages that fairseq's own code may call; transformers adds a method to torch's modules.
-_OTHERS = frozenset({
+_CALLED_PACKAGES = frozenset({
     "numpy", "apex", "xformers", "fairscale", "omegaconf", "hydra", "einops", "triton", "transformers",
 })  # fmt: skip
 
 KNOWN = KnownCode(
-    packages=KNOWN_PACKAGES | _OTHERS,
+    packages=KNOWN_PACKAGES | _CALLED_PACKAGES,
     files=("fairseq.utils", "fairseq.incremental_decoding_utils", "torch", "torch.nn.functional"),
     not_of_a_step=frozenset({"_future_mask"}),  # a prefill may lengthen it
 )
@@ -55,25 +55,25 @@ KNOWN = KnownCode(
 class ModelPlan:
     """The modules of a model that get caches of fastgen, and what is left to fairseq.
 
-    reasons: why no module gets one, if so. `others`: modules that store states as in fairseq. by_input: whether the
+    reasons: why no module gets one, if so. stateful: modules that store states as in fairseq. by_input: whether the
     decoder accepts the encoder's output with one row per input; otherwise it gets all rows. watched: whether hooks see
     what passes between the layers. user_code: user code that a step runs.
     """
 
     self_attention: list[MultiheadAttention] = field(default_factory=list)
     cross_attention: list[MultiheadAttention] = field(default_factory=list)
-    others: list[nn.Module] = field(default_factory=list)
+    stateful: list[nn.Module] = field(default_factory=list)
     reasons: list[Reason] = field(default_factory=list)
     watched: bool = False
     user_code: list[str] = field(default_factory=list)
     by_input: bool = False
 
-    def find_others(self, decoder: nn.Module) -> None:
+    def find_stateful(self, decoder: nn.Module) -> None:
         """Stores the modules of this decoder that keep states as in fairseq."""
         base = FairseqIncrementalDecoder.reorder_incremental_state
         replaced = {*self.self_attention, *self.cross_attention}
-        others = [module for module in decoder.modules() if module not in replaced]
-        self.others = [module for module in others if getattr(type(module), base.__name__, base) is not base]
+        candidates = [module for module in decoder.modules() if module not in replaced]
+        self.stateful = [module for module in candidates if getattr(type(module), base.__name__, base) is not base]
 
 
 @check(LOOP)
@@ -95,7 +95,7 @@ def plan(model: nn.Module, facts: ModelInfo) -> ModelPlan:
     if not (result.self_attention or result.cross_attention):
         result.reasons = that_hold(*map(attention_reasons, attentions))
         result.reasons = result.reasons or [Reason("ATTENTION", "the decoder has no self-attention")]
-    result.find_others(decoder)
+    result.find_stateful(decoder)
     result.user_code = [what for name, what in facts.foreign_classes + facts.replaced if _is_in_decoder(name)]
     result.watched = any(name is None or _is_in_decoder(name) for name, _ in facts.hooks)
     reorder = getattr(getattr(model, "encoder", None), "reorder_encoder_out", None)
@@ -132,10 +132,12 @@ def decoder_reasons(decoder: Any) -> list[Reason]:
         return [Reason("DECODER", f"layers of the decoder in a {type(layers).__name__} (supported: ModuleList)")]
     if replaced := [method for method in methods if _is_replaced(decoder, TransformerDecoderBase, method)]:
         return [Reason("METHOD_REPLACED", f"decoder {name} has a {replaced[0]} of its own")]
-    others = [type(layer).__name__ for layer in layers if _is_replaced(layer, TransformerDecoderLayerBase, "forward")]
+    unsupported = [
+        type(layer).__name__ for layer in layers if _is_replaced(layer, TransformerDecoderLayerBase, "forward")
+    ]
     return that_hold(
         ("DECODER", "layers of the decoder are used more than once", len(set(layers)) < len(layers)),
-        ("DECODER", "layer {} of the decoder (supported: fairseq's Transformer layer)", others),
+        ("DECODER", "layer {} of the decoder (supported: fairseq's Transformer layer)", unsupported),
         ("DECODER", "the decoder is prepared for ONNX", any(getattr(layer, "onnx_trace", False) for layer in layers)),
     )[:1]
 
@@ -173,8 +175,8 @@ def computes_prompt_in_one_pass(generator: SequenceGenerator, plans: list[ModelP
         not generator.model.has_encoder()
         and generator.lm_model is None
         and comes_with(generator._prefix_tokens, SequenceGenerator)
-        and not any(one.others or one.user_code or one.watched for one in plans)
-        and all(computes_whole(attention) for one in plans for attention in one.self_attention)
+        and not any(plan.stateful or plan.user_code or plan.watched for plan in plans)
+        and all(computes_whole(attention) for plan in plans for attention in plan.self_attention)
     )
 
 
@@ -251,7 +253,7 @@ class CallChecks:
         attentions = {*plan.self_attention, *plan.cross_attention}
         crosses = _cross_attentions(decoder)
         is_replaced = not comes_with(ensemble.forward_decoder, EnsembleModel)
-        keeps_states = bool(plan.others) or len(attentions) != len(decoder.layers) + len(crosses)
+        keeps_states = bool(plan.stateful) or len(attentions) != len(decoder.layers) + len(crosses)
         gets_all_rows = bool(crosses) and not plan.by_input
         size = _table_size(positions)
         needed = (getattr(positions, "padding_idx", None) or 0) + (self.max_len or 0) + 2

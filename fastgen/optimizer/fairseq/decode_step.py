@@ -154,7 +154,7 @@ class DecodingState(dict):
             self.kv.reorder(order)
         elif self.mask is not None:
             self.mask = self.mask.index_select(0, batch_index)
-        for module in self.plan.others:
+        for module in self.plan.stateful:
             module.reorder_incremental_state(self, order)
         if self._repeating_encoder is not None:
             self.encoder_out = self._repeating_encoder.reorder_encoder_out(self.encoder_out, order)
@@ -180,9 +180,9 @@ class FairseqDecodeStep(DecodeStep):
         """Returns the models' outputs for the token after tokens `[rows, length]`; the loop may overwrite them."""
         if self.runs_user_code:
             self._find_changes()
-        before = self.mode.cache  # if steps become static now, the outputs are still those of an eager one
+        old_cache = self.mode.cache  # if steps become static now, the outputs are still those of an eager one
         log_probs, weights = self.run(tokens)
-        if before is None or (cache := self.mode.cache) is None:
+        if old_cache is None or (cache := self.mode.cache) is None:
             return log_probs, weights
         return log_probs.clone(), None if weights is None else weights[:, cache.padding :]
 
@@ -252,7 +252,7 @@ class FairseqDecodeStep(DecodeStep):
                 if self.captures is not None:
                     self.leave_captures()
                 state.plan.watched = True
-                state.plan.find_others(model.decoder)
+                state.plan.find_stateful(model.decoder)
 
     def reorder(self, order: Tensor, batch_index: Tensor | None = None) -> None:
         """Overwrites row i with row `order[i]`; batch_index: the sentences that remain (int64), None if all do."""

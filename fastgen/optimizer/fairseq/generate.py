@@ -128,11 +128,11 @@ def source_of_sync(generator: SequenceGenerator, net_input: dict[str, Any]) -> t
 
 def _describe(report: Report, plans: list[ModelPlan]) -> None:
     report.shared.append("beams: the device is read once in a step, and where hypotheses end")
-    if layers := sum(len(one.self_attention) for one in plans):
+    if layers := sum(len(plan.self_attention) for plan in plans):
         report.shared.append(f"self-attention: written in place, moved once for all layers, {layers} layers")
-    if layers := sum(len(one.cross_attention) for one in plans):
+    if layers := sum(len(plan.cross_attention) for plan in plans):
         report.shared.append(f"cross-attention keys and values: once per input, {layers} layers")
-    if any(one.by_input for one in plans):
+    if any(plan.by_input for plan in plans):
         report.shared.append("encoder output: never repeated")
 
 
@@ -159,15 +159,15 @@ class FairseqCall:
         if list(map(len, ours)) != list(map(len, theirs)):
             return Difference(f"{list(map(len, ours))} hypotheses instead of {list(map(len, theirs))}")
         rows = [list(chain.from_iterable(hypotheses)) for hypotheses in (ours, theirs)]
-        tokens = [pad_sequence([row["tokens"] for row in each], True, ABSENT) for each in rows]
+        tokens = [pad_sequence([row["tokens"] for row in hypotheses], True, ABSENT) for hypotheses in rows]
         difference = first_token_difference(tokens[0], tokens[1], 0)
         if difference is None:
-            by_step = [pad_sequence([row["positional_scores"] for row in each], True) for each in rows]
+            by_step = [pad_sequence([row["positional_scores"] for row in hypotheses], True) for hypotheses in rows]
             atol = tolerance("score", by_step[0].dtype)
             steps = ((by_step[0] - by_step[1]).abs() > atol).t().nonzero()  # the earliest step first
             if not len(steps):
                 return None
             step, row = steps[0].tolist()
             difference = Difference(f"step {step} of row {row} gives other scores", step, row)
-        scores = [float(each[difference.row or 0]["score"]) for each in rows]
+        scores = [float(hypotheses[difference.row or 0]["score"]) for hypotheses in rows]
         return replace(difference, ours=scores[0], theirs=scores[1])

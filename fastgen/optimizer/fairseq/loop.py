@@ -359,8 +359,8 @@ class Loop:
         candidates = ended.shape[1]
         stopped = ended.clone()
         stopped[:, : self.num_beams] |= self.ignored
-        places = torch.arange(candidates, device=ended.device)
-        rank, active = torch.topk(stopped * (2 * candidates) + places, k=self.num_beams, dim=1, largest=False)
+        indices = torch.arange(candidates, device=ended.device)
+        rank, active = torch.topk(stopped * (2 * candidates) + indices, k=self.num_beams, dim=1, largest=False)
         self.ignored = rank.ge(2 * candidates)
         parents = rows.gather(1, active).view(-1)
         if self.reads_late and self.other_tokens is None:

@@ -66,8 +66,8 @@ def multihead_attention(
         is_inside = (call := current_call()) is not None and call.is_accelerated
         if is_inside and query.shape[-1] == self.embed_dim and computes_whole(self):
             return whole_attention(self, query, key, value, key_padding_mask, attn_mask), None
-    others = static_kv, attn_mask, before_softmax, need_head_weights
-    return original(self, query, key, value, key_padding_mask, incremental_state, need_weights, *others)
+    rest = static_kv, attn_mask, before_softmax, need_head_weights
+    return original(self, query, key, value, key_padding_mask, incremental_state, need_weights, *rest)
 
 
 def self_attention(attention: Any, query: Tensor, state: DecodingState) -> Tensor:

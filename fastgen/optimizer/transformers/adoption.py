@@ -55,14 +55,14 @@ class Storage(Enum):
 class AdoptPlan:
     """How layers of equal shape will be stored when each input gets several rows; `plan_adoption` touches none.
 
-    `places`: the part of the cache, and the index there, of each layer. grows: whether steps add positions. branched:
-    the `KVCache` that holds these layers already, for a common prefix. reason: why they are not shared; its text
-    follows their number.
+    layer_indices: the part of the cache, and the index there, of each layer. grows: whether steps add positions.
+    branched: the `KVCache` that holds these layers already, for a common prefix. reason: why they are not shared; its
+    text follows their number.
     """
 
     storage: Storage
     grows: bool
-    places: list[tuple[Cache, int]] = field(default_factory=list)
+    layer_indices: list[tuple[Cache, int]] = field(default_factory=list)
     branched: KVCache | None = None
     reason: Reason | None = None
 
@@ -74,7 +74,7 @@ class AdoptPlan:
             self.branched.branch(rows_per_input, shares, limit)
         elif self.storage is Storage.LIBRARYS:
             rows = _inputs_of_rows(kv)
-            for part, index in self.places:
+            for part, index in self.layer_indices:
                 layer = part.layers[index]
                 if type(layer) in ADOPTED:
                     layer.batch_repeat_interleave(rows_per_input)
@@ -85,7 +85,7 @@ class AdoptPlan:
 
     def _move_to(self, kv: KVCache, limit: int | None, user_code: bool) -> None:
         shares = self.storage is Storage.SHARED
-        layers = [part.layers[index] for part, index in self.places]
+        layers = [part.layers[index] for part, index in self.layer_indices]
         pairs = [(layer.keys.contiguous(), layer.values.contiguous()) for layer in layers]
         if user_code:  # it may hold the tensors, and write into them
             pairs = [(keys.clone(), values.clone()) for keys, values in pairs]
@@ -168,7 +168,7 @@ def plan_adoption(cache: Cache, rows_per_input: int, limit: int, call: GenerateC
                 plans.setdefault(kind, AdoptPlan(Storage.LIBRARYS, False))
             else:
                 continue
-            plans[kind].places.append((part, index))
+            plans[kind].layer_indices.append((part, index))
     for plan in plans.values():
         if not gains and plan.branched is None:
             plan.storage = Storage.LIBRARYS
@@ -190,7 +190,7 @@ def _report(plans: list[AdoptPlan], call: GenerateCall, is_prefix: bool) -> None
     """Adds to the report how layers are stored, and why they are not shared."""
     counts: Counter[Any] = Counter()
     for plan in plans:
-        counts[plan.reason or (plan.storage, plan.grows)] += len(plan.places)
+        counts[plan.reason or (plan.storage, plan.grows)] += len(plan.layer_indices)
     if count := counts[Storage.SHARED, False]:
         call.report.shared.append(f"cross-attention keys and values: once per input, {count} layers")
     if count := counts[Storage.SHARED, True]:

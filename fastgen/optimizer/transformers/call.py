@@ -168,11 +168,11 @@ def swap_forwards(
     if torch.is_autocast_enabled("cpu") or casts_in_forward(model):  # then products are torch's
         return nullcontext()
     facts = call.facts_of(model, checks.KNOWN)
-    asked = [kwargs.get("cache_implementation")]
+    implementations = [kwargs.get("cache_implementation")]
     for config in (kwargs.get("generation_config"), *args, getattr(model, "generation_config", None)):
-        asked.append(getattr(config, "cache_implementation", None))
+        implementations.append(getattr(config, "cache_implementation", None))
     is_static = getattr(kv_layers.cache_of(kwargs), "is_compileable", False)
-    if facts.compiled or is_static or not all(map(_NEVER_COMPILED.__contains__, asked)):
+    if facts.compiled or is_static or not all(map(_NEVER_COMPILED.__contains__, implementations)):
         return nullcontext()
     return faster_forwards(call, {model: facts.modules.values()}, forwards())
 

@@ -32,12 +32,12 @@ def unsupported_reasons(modules: list[nn.Module]) -> list[Reason]:
     """Returns why `checkpointing` cannot do what these modules do; empty if it can."""
     layers = _layers(modules)
     reentrant = [layer for layer in layers if _options(layer).get("use_reentrant") is not False]
-    others = [layer for layer in layers if "forward" in vars(layer)]
+    replaced = [layer for layer in layers if "forward" in vars(layer)]
     text = "a module is in training mode with gradient checkpointing"
     return that_hold(
         ("TRAINING", f"{text} of a class that fastgen does not know", bool(modules) and not layers),
         ("TRAINING", f"{text} that is reentrant, which keeps no graph of keys", bool(reentrant)),
-        ("TRAINING", f"{text}, and its forward has been replaced", bool(others)),
+        ("TRAINING", f"{text}, and its forward has been replaced", bool(replaced)),
     )
 
 

@@ -235,15 +235,15 @@ class CallChecks:
         return self.call.host.accepted.get(self.model, facts.kinds.keys()) != facts.kinds.keys()
 
     @check(report.PREFILL, report.COMPACTION)
-    def row_states(self, sizes: set[int], before: dict[tuple[int, str], Tensor] | None = None) -> list[Reason]:
+    def row_states(self, sizes: set[int], previous: dict[tuple[int, str], Tensor] | None = None) -> list[Reason]:
         """Returns the reason, if any, that modules hold states of the rows: tensors as long as one of `sizes`.
 
-        Some models store such states (RecurrentGemma's recurrent states, the rope_deltas of Qwen2-VL). before: tensors
-        that they held earlier (`ModelInfo.row_tensors`), which are ignored.
+        Some models store such states (RecurrentGemma's recurrent states, the rope_deltas of Qwen2-VL). previous:
+        tensors that they held earlier (`ModelInfo.row_tensors`), which are ignored.
         """
         names = set()
         for key, value in self.call.facts_of(self.model, KNOWN).row_tensors().items():
-            if (before is None or before.get(key) is not value) and sizes.intersection(value.shape[:2]):
+            if (previous is None or previous.get(key) is not value) and sizes.intersection(value.shape[:2]):
                 names.add(key[1])
         return that_hold(("MODEL_STATE", "the model keeps states of its rows in {}", sorted(names)))
 
@@ -344,12 +344,12 @@ class CallChecks:
         call = self.call
         arguments = self.arguments
         config = self.arguments.generation_config
-        called = arguments.logits_processor, arguments.stopping_criteria
+        lists = arguments.logits_processor, arguments.stopping_criteria
         cache = kv_layers.cache_of(arguments.model_kwargs)
         loops = list(filterfalse(PATCH_SET.direct.__contains__, LOOPS))
         methods = (*METHODS, *arguments.methods)
         replaced = [name for name in methods if not comes_with(getattr(self.model, name, None), GenerationMixin)]
-        calls = [type(one).__name__ for one in called if not _runs_library_code(one)]
+        calls = [type(items).__name__ for items in lists if not _runs_library_code(items)]
         is_own_call = "__call__" in vars(self.model)
         is_assistant = getattr(config, "is_assistant", False)
         inner = [name for name in INNER_OUTPUTS if config.return_dict_in_generate and getattr(config, name)]

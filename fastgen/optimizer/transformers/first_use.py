@@ -60,8 +60,8 @@ MOST_STEPS, LEAST_STEPS, PLAIN_STEPS = 48, 4, 5
 MOST_TRIALS = 8
 
 # What the cost models of the repeated calls have in place of thresholds.
-_ALWAYS = CaptureCosts(new=0, existing=0, before=1, least=0)
-_NEVER = CaptureCosts(new=0, existing=0, before=1, least=1 << 62)
+_ALWAYS = CaptureCosts(new=0, existing=0, eager_forwards=1, least=0)
+_NEVER = CaptureCosts(new=0, existing=0, eager_forwards=1, least=1 << 62)
 ALL: dict[str, Any] = {"share": True, "cpu_captures": _ALWAYS, "gpu_captures": _ALWAYS}
 PLAIN: dict[str, Any] = {"share": False, "cpu_captures": _NEVER, "gpu_captures": _NEVER}
 
@@ -347,7 +347,7 @@ def _cache_difference(ours: Any, theirs: Any) -> str | None:
         return None
     pairs = zip(*(kv_layers.layers_of(cache) for cache in caches if cache is not None))
     for index, (layer, expected) in enumerate(pairs):
-        states = [[getattr(each, name, None) for name in ("keys", "values")] for each in (layer, expected)]
+        states = [[getattr(owner, name, None) for name in ("keys", "values")] for owner in (layer, expected)]
         if type(layer) is not type(expected) or scores_differ(*states):
             return f"layer {index} of the returned cache differs"
     return None

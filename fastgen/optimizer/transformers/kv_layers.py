@@ -459,8 +459,8 @@ def rollback_of(cache: Cache | None, modules: Iterable[nn.Module] = ()) -> Rollb
 def undo_of(cache: Cache) -> Restore:
     """Returns a function that restores this cache to its present state; a `StaticCache` must be empty.
 
-    Positions that were added are dropped, even if a forward ended in some layer. Stored positions are never written in
-    place, except by `reorder`, which is not undone; states are, and copied before.
+    Positions that were added are dropped, even if a forward ended in some layer. Stored positions are never
+    written in place, except by `reorder`, which is not undone; states are, and copied before.
     """
     if is_static(cache):
         return cache.reset

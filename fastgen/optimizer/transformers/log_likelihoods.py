@@ -83,9 +83,9 @@ def log_likelihoods(
     model = base_of(model)
     with generate_call(model, has_steps=False) as call, torch.no_grad():
         scorer = Scorer(call, model, tokens_per_batch)
-        asked = contexts_of(pairs)
+        unique_contexts = contexts_of(pairs)
         try:
-            answers = scorer.answers(asked)
+            answers = scorer.answers(unique_contexts)
         except (IndexError, RuntimeError) as error:  # models that compute positions accept more, at a loss
             _check_lengths(model, pairs, error)
             raise
@@ -218,7 +218,7 @@ class Scorer(SharedForward):
         else:
             # Padding is between a prefix and the rest of a context, so a window must hold the columns of all rows.
             most = max(len(context.tokens) for context in contexts)
-            longest = max(len(one) for context in contexts for one in context.continuations)
+            longest = max(len(tokens) for context in contexts for tokens in context.continuations)
             reasons = self.unsupported_reasons(most + longest, (contexts[0].tokens * 2)[:2])
         self.call.report.add_reasons(PREFILL, reasons)
         if not reasons:
@@ -265,19 +265,23 @@ class Scorer(SharedForward):
 
     def each_alone(self, contexts: list[Context]) -> Iterator[tuple[Pair, LogLikelihood]]:
         """Yields the answers, with each context computed together with each of its continuations."""
-        asked: dict[Tokens, list[Pair]] = {}
+        pairs_of_row: dict[Tokens, list[Pair]] = {}
         for context in contexts:
             for continuation, row in zip(context.continuations, context.rows):
-                asked.setdefault(row, []).append((context.tokens, continuation))
-        for batch in batches(sorted(asked, key=len), lambda row: (len(row), 0, 0), self.tokens_per_batch):
+                pairs_of_row.setdefault(row, []).append((context.tokens, continuation))
+        for batch in batches(sorted(pairs_of_row, key=len), lambda row: (len(row), 0, 0), self.tokens_per_batch):
             tokens, mask = _padded(batch, left=False)
-            columns = tokens.shape[1] + 1 - min(len(before) for row in batch for before, _ in asked[row])
+            columns = (
+                tokens.shape[1]
+                + 1
+                - min(len(context_tokens) for row in batch for context_tokens, _ in pairs_of_row[row])
+            )
             log_probs = self._log_probs(tokens, mask, columns)
             for row, scores in zip(batch, log_probs):
-                for before, continuation in asked[row]:
-                    start = len(before) - 1 - (tokens.shape[1] - columns)
+                for context_tokens, continuation in pairs_of_row[row]:
+                    start = len(context_tokens) - 1 - (tokens.shape[1] - columns)
                     continuation_scores = scores[start : start + len(continuation)]
-                    yield (before, continuation), _likelihood(continuation_scores, continuation)
+                    yield (context_tokens, continuation), _likelihood(continuation_scores, continuation)
 
     def _log_probs(self, tokens: Tensor, mask: Tensor, columns: int, node: Any = None) -> Tensor:
         """Returns log-probabilities `[rows, columns, vocabulary_size]`; takes the arguments of `logits`."""
@@ -291,8 +295,8 @@ def _padded(rows: Sequence[Tokens], left: bool) -> tuple[Tensor, Tensor]:
     tokens = torch.zeros(len(rows), length, dtype=torch.int64)
     mask = torch.zeros(len(rows), length)
     for number, row in enumerate(rows):
-        place = slice(length - len(row), None) if left else slice(len(row))
-        tokens[number, place], mask[number, place] = torch.tensor(row), 1
+        columns = slice(length - len(row), None) if left else slice(len(row))
+        tokens[number, columns], mask[number, columns] = torch.tensor(row), 1
     return tokens, mask
 
 

@@ -148,8 +148,8 @@ class PrefillPlan:
             rollback.keep()
         for name in model_kwargs.keys() - arguments.keys():
             del model_kwargs[name]
-        before = {**self.first_rows, row_groups.IMAGES: arguments.get(row_groups.IMAGES)}
-        changed = {name: value for name, value in arguments.items() if value is not before.get(name, self)}
+        initial = {**self.first_rows, row_groups.IMAGES: arguments.get(row_groups.IMAGES)}
+        changed = {name: value for name, value in arguments.items() if value is not initial.get(name, self)}
         model_kwargs |= row_groups.repeat(changed, self.groups)
         return outputs
 
@@ -247,18 +247,18 @@ def groups_of_equal_rows(
     """
     rows_per_input = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     rows = arguments["input_ids"].shape[0]
-    each = RowGroups([1] * rows, are_equal=True)
+    row_by_row = RowGroups([1] * rows, are_equal=True)
     if rows < 2:
-        return each, [ONE_ROW]
+        return row_by_row, [ONE_ROW]
     if rows % rows_per_input:
         text = f"{rows} rows are not a multiple of {rows_per_input} beams or samples"
-        return each, [Reason("ROWS_NOT_MULTIPLE", text)]
+        return row_by_row, [Reason("ROWS_NOT_MULTIPLE", text)]
     groups = RowGroups([rows_per_input] * (rows // rows_per_input))
     reasons = too_small_reasons(call, model, arguments, 1 if rows_per_input == 1 else len(groups))
     if rows_per_input > 1:
         return groups, reasons
     if reasons:
-        return each, [ONE_ROW, *reasons]
+        return row_by_row, [ONE_ROW, *reasons]
     groups = row_groups.repetitions_sync(arguments, rows)
     return groups, [ONE_ROW] if len(groups) == rows else too_small_reasons(call, model, arguments, len(groups))
 

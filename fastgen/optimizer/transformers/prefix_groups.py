@@ -41,7 +41,7 @@ class Context(NamedTuple):
     @property
     def suffixes(self) -> list[Tokens]:
         """What follows the context in a forward: the different continuations without their last tokens."""
-        return list(dict.fromkeys(one[:-1] for one in self.continuations if len(one) > 1))
+        return list(dict.fromkeys(tokens[:-1] for tokens in self.continuations if len(tokens) > 1))
 
     def shape(self, prefix: int) -> tuple[int, int, int]:
         """Returns the number of tokens after a prefix, the number of suffixes, and the longest suffix's length."""
@@ -52,8 +52,8 @@ class Context(NamedTuple):
 
         Continuations of one token, which need no forward of their own, are in the first part.
         """
-        short = [one for one in self.continuations if len(one) == 1]
-        longer = [one for one in self.continuations if len(one) > 1]
+        short = [continuation for continuation in self.continuations if len(continuation) == 1]
+        longer = [continuation for continuation in self.continuations if len(continuation) > 1]
         count = max(1, tokens // max(map(len, longer), default=1))
         for start in range(0, max(len(longer), 1), count):
             yield Context(self.tokens, [*(() if start else short), *longer[start : start + count]])
@@ -92,7 +92,7 @@ def prefix_groups(rows: Sequence[Sequence[int]], gains: Callable[[int], bool]) -
     arrays = [numpy.array(row, dtype=">u4") for row in rows]
     # Sorted by words, so that adjacent rows have the most in common.
     order = sorted(range(len(rows)), key=lambda number: arrays[number].tobytes())
-    common = [_common(arrays[one], arrays[other]) for one, other in pairwise(order)]
+    common = [_common(arrays[row], arrays[next_row]) for row, next_row in pairwise(order)]
     groups: list[tuple[list[int], int]] = []
 
     def rest_of(start: int, end: int, depth: int = 0) -> tuple[list[int], int]:

@@ -74,9 +74,9 @@ class CommonPrefix:
         if self.padding is not None:
             shape = prompt_of(arguments).shape[:2]
             padding = self.padding[:, None]
-            places = torch.arange(shape[1], device=padding.device).expand(shape)
-            after_prefix = torch.where(places < self.length + padding, places - self.length, places)
-            order = torch.where(places < self.length, places + padding, after_prefix)
+            columns = torch.arange(shape[1], device=padding.device).expand(shape)
+            after_prefix = torch.where(columns < self.length + padding, columns - self.length, columns)
+            order = torch.where(columns < self.length, columns + padding, after_prefix)
             for name in column_names(arguments):
                 if (value := arguments[name]).shape[:2] == shape:
                     ordered[name] = value.take_along_dim(order[:, :, None] if value.dim() == 3 else order, dim=1)
@@ -170,17 +170,17 @@ def _with_reused_sync(
     gains: returns whether saving a number of tokens is worth a forward of their own.
     """
     rows = len(prompt_of(arguments))
-    asked = longest.length
+    wanted = longest.length
     if reuse.head is not None:
-        asked = reuse.head if reuse.head <= longest.length else 0
+        wanted = reuse.head if reuse.head <= longest.length else 0
     reused = 0
     layers = list[KV]()
-    if asked > 1:
-        columns = replace(longest, length=asked).columns(arguments)
+    if wanted > 1:
+        columns = replace(longest, length=wanted).columns(arguments)
         reused, layers = reuse.match_sync(call, model, columns, options_of(arguments))
-    head = asked if reuse.head is not None and gains(rows * asked) else 0
+    head = wanted if reuse.head is not None and gains(rows * wanted) else 0
     if reuse.stored is not None and not gains(rows * reused):
-        detail = f"{reused} of {asked} tokens were kept"
+        detail = f"{reused} of {wanted} tokens were kept"
         call.report.add_reasons(KEPT, [Reason("PREFIX_SHORT", "too short to gain", detail)])
     reused = reused if reused > 1 and gains(rows * reused) and head in (0, reused) else 0
     return replace(longest, reused=reused, reused_layers=layers, head=head)
@@ -314,7 +314,7 @@ def _trial_reasons_sync(
         return [Reason("CACHE_NOT_EMPTY", text)]
     if logits.isnan().any():  # torch hides NaN among few keys without a mask
         return [NAN]
-    differences, sizes = (each.float().norm(dim=-1) for each in (logits - expected, expected))
+    differences, sizes = (tensor.float().norm(dim=-1) for tensor in (logits - expected, expected))
     differ = (differences > tolerance("prefix", logits.dtype) * sizes).tolist()
     return that_hold(
         ("NOT_CAUSAL", "a forward that continues from a prefix gives other logits", any(differ[:2])),
@@ -380,4 +380,4 @@ def longest_sync(arguments: dict[str, Any], config: Any) -> CommonPrefix:
     prefix = CommonPrefix(int(equal.long().cumprod(dim=0).sum()), padding)
     if not arguments.get(IMAGES):
         return prefix
-    return replace(prefix, length=images.length_without_others_sync(arguments, config, prefix.tokens(arguments)))
+    return replace(prefix, length=images.common_length_sync(arguments, config, prefix.tokens(arguments)))

@@ -287,13 +287,13 @@ def by_batch_index(processors: Iterable[Any]) -> list[Reason]:
     A trie with tokens at dead ends does not depend on it; without them, the library's errors for finished inputs name
     their index.
     """
-    others = []
+    names = []
     for processor in processors:
         if not _is_by_row(processor) and type(processor) is not RowDraws:
             trie = trie_of(processor)
             if trie is None or not trie.at_dead_ends:
-                others.append(type(processor).__name__)
-    return that_hold(("PROCESSOR_BY_ROW", "{} may know the rows by their batch index", others))
+                names.append(type(processor).__name__)
+    return that_hold(("PROCESSOR_BY_ROW", "{} may know the rows by their batch index", names))
 
 
 @check(COMPACTION)

@@ -115,8 +115,8 @@ def groups_are_equal_sync(arguments: dict[str, Any], groups: RowGroups) -> bool:
 
 def repetitions_sync(arguments: dict[str, Any], rows: int) -> RowGroups:
     """Returns the groups of adjacent equal rows. Reads the device."""
-    others = (~_equal_to_row_before_sync(arguments, rows)).nonzero().flatten() + 1
-    starts = [0, *others.tolist()]
+    changes = (~_equal_to_row_before_sync(arguments, rows)).nonzero().flatten() + 1
+    starts = [0, *changes.tolist()]
     return RowGroups([end - start for start, end in zip(starts, [*starts[1:], rows])], are_equal=True)
 
 

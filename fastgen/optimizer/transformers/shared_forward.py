@@ -111,7 +111,7 @@ class SharedForward:
         self.added = prefixes.forward_of_prefix(call.costs, self.size)
         parameters = inspect.signature(model.forward).parameters
         self.accepted = set(parameters)
-        self.takes_others = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        self.takes_kwargs = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
 
     def gains(self, saved_tokens: int) -> bool:
         """Whether saving `saved_tokens` tokens is worth an additional forward."""
@@ -151,9 +151,9 @@ class SharedForward:
         facts = self.call.facts_of(self.model, checks.KNOWN)
 
         def forward(tried: dict[str, Any]) -> Any:
-            before = facts.row_tensors()
+            previous = facts.row_tensors()
             outputs = self.model(**prefixes.without_cached_columns(tried), use_cache=True)
-            if reasons := of_call.row_states({rows}, before):
+            if reasons := of_call.row_states({rows}, previous):
                 facts.proofs[FEWER_ROWS] = reasons
             return outputs
 
@@ -195,7 +195,7 @@ class SharedForward:
             positions = (mask.long().cumsum(dim=1) - 1).clamp_(min=0)[:, -tokens.shape[1] :]
             arguments[prefixes.POSITIONS] = positions.to(tokens.device)
             arguments[prefixes.MASK] = None if mask.all() else mask.to(tokens.device)
-        accepted = self.accepted | ({prefixes.MASK, CACHE} if self.takes_others else set())
+        accepted = self.accepted | ({prefixes.MASK, CACHE} if self.takes_kwargs else set())
         arguments = {name: value for name, value in arguments.items() if value is not None and name in accepted}
         outputs = self.model(tokens, use_cache=node is not None, return_dict=True, **arguments)
         return outputs.logits[:, -columns:]

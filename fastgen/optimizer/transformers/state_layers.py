@@ -138,7 +138,7 @@ def undo_of_writes(layers: Iterable[Any]) -> Restore:
     copies = [state.clone() for state in states]
 
     def restore() -> None:
-        for state, before in zip(states, copies):
-            state.copy_(before)
+        for state, old_state in zip(states, copies):
+            state.copy_(old_state)
 
     return restore

@@ -142,8 +142,8 @@ class TokenScorer(SharedForward):
                 else:
                     parts = [self.plain(tokens, visible, end - first)]
                 scores.append([_padded(torch.cat(values, dim=1), length - end) for values in zip(*parts)])
-        places = torch.tensor(order, device=input_ids.device).argsort()
-        return [torch.cat(values)[places] for values in zip(*scores)]
+        inverse = torch.tensor(order, device=input_ids.device).argsort()
+        return [torch.cat(values)[inverse] for values in zip(*scores)]
 
     def _of_groups(self, bucket: Bucket, tokens: Tensor, visible: Tensor, first: int) -> list[Scores]:
         """Returns the scores of tokens `[rows, length]` from column `first` on, in parts of consecutive columns."""

@@ -171,8 +171,8 @@ class TokenLoop:
         self.criteria = stopping_criteria
         self.lengths: list[MaxLengthCriteria] = []
         if self.step.checks.stops_by_row:
-            self.lengths = [each for each in stopping_criteria if type(each) is MaxLengthCriteria]
-            rest = [each for each in stopping_criteria if type(each) is not MaxLengthCriteria]
+            self.lengths = [criterion for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria]
+            rest = [criterion for criterion in stopping_criteria if type(criterion) is not MaxLengthCriteria]
             self.criteria = rest[0] if len(rest) == 1 else type(stopping_criteria)(rest)
         logits = self.step.logits(self.input_ids)
         with compat.optimized_for_decode(self.step.model):
@@ -201,7 +201,7 @@ class TokenLoop:
             logits = logits.clone()
         scores = processors(self.input_ids, logits) if processors else logits
         self.outputs.add(logits, scores)
-        before = self.random.get_state() if draws and self.late_stop is not None else None
+        previous_state = self.random.get_state() if draws and self.late_stop is not None else None
         if not draws:
             tokens = torch.argmax(scores, dim=-1)
         elif by_row is not None:
@@ -227,8 +227,8 @@ class TokenLoop:
         if self.late_stop is None:
             return is_last or bool(has_ended)
         if self.late_stop.exchange(has_ended):  # this step was superfluous
-            if before is not None:
-                self.random.set_state(before)
+            if previous_state is not None:
+                self.random.set_state(previous_state)
             self.input_ids = self.input_ids[:, :-1]
             return True
         return is_last or self.input_ids.shape[1] >= self.config.max_length
@@ -314,7 +314,7 @@ def _draws_as_torch() -> bool:
     rows = torch.tensor([1, 2, 4])
     state = torch.get_rng_state()
     expected = torch.multinomial(probs, num_samples=1).squeeze(1)
-    after = torch.get_rng_state()
+    expected_state = torch.get_rng_state()
     torch.set_rng_state(state)
     tokens = _draw(probs[rows], 6, rows)
-    return torch.equal(tokens, expected[rows]) and torch.equal(torch.get_rng_state(), after)
+    return torch.equal(tokens, expected[rows]) and torch.equal(torch.get_rng_state(), expected_state)

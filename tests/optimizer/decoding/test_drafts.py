@@ -11,41 +11,41 @@ TOKENS = st.lists(st.integers(0, 3), max_size=40)
 
 
 def definition(tokens: list[int]) -> tuple[int | None, int]:
-    """Returns the place and length of the longest match of the suffix, of equally long ones the last."""
+    """Returns the start of the draft after the longest match of the suffix (the last of equal ones), and its length."""
     best = None, 0
-    for place in range(1, len(tokens)):
+    for start in range(1, len(tokens)):
         length = 0
-        while length < min(place, LONGEST_MATCH) and tokens[place - 1 - length] == tokens[-1 - length]:
+        while length < min(start, LONGEST_MATCH) and tokens[start - 1 - length] == tokens[-1 - length]:
             length += 1
         if length >= 1 and length >= best[1]:
-            best = place, length
+            best = start, length
     return best
 
 
 @given(TOKENS)
 def test_a_text_is_matched_as_defined(tokens):
     text = Text(tokens)
-    assert (text.place, text.length) == definition(tokens)
+    assert (text.start, text.length) == definition(tokens)
 
 
 @given(TOKENS, TOKENS)
 def test_a_match_that_goes_on_is_followed(first, then):
     text = Text(first)
     for token in then:
-        place, length = text.place, text.length
-        goes_on = place is not None and text.tokens[place] == token
+        start, length = text.start, text.length
+        goes_on = start is not None and text.tokens[start] == token
         text.append(token)
         if goes_on:
-            assert (text.place, text.length) == (place + 1, min(length + 1, LONGEST_MATCH))
+            assert (text.start, text.length) == (start + 1, min(length + 1, LONGEST_MATCH))
         else:
-            assert (text.place, text.length) == definition(text.tokens)
-        if text.place is not None:
-            assert text.tokens[text.place - text.length : text.place] == text.tokens[-text.length :]
+            assert (text.start, text.length) == definition(text.tokens)
+        if text.start is not None:
+            assert text.tokens[text.start - text.length : text.start] == text.tokens[-text.length :]
 
 
 def test_the_search_is_bounded(monkeypatch):
     monkeypatch.setattr(drafts, "MOST_OCCURRENCES", 2)
-    assert Text([9, 1, 2, 5, 1, 2, 6, 1, 2, 7, 9, 1, 2]).place == 9  # the longest match is not among the last two
+    assert Text([9, 1, 2, 5, 1, 2, 6, 1, 2, 7, 9, 1, 2]).start == 9  # the longest match is not among the last two
 
 
 def test_a_draft_repeats_what_the_text_ends_with():

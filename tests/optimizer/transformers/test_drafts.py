@@ -305,7 +305,7 @@ def times(eager: float, replayed: float) -> dict[tuple[int, int, str], tuple[flo
     }
 
 
-CAPTURES = {"min_computed": 0.0, "cpu_captures": CPU_CAPTURES._replace(before=1)}
+CAPTURES = {"min_computed": 0.0, "cpu_captures": CPU_CAPTURES._replace(eager_forwards=1)}
 
 
 def repeating() -> tuple[Any, torch.Tensor, Forced]:

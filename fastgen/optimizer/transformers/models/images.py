@@ -81,16 +81,16 @@ def can_split_sync(arguments: dict[str, Any], config: Any) -> bool:
     return not is_deep and arguments.get("token_type_ids") is None and _rows_sync(arguments, config) is not None
 
 
-def length_without_others_sync(arguments: dict[str, Any], config: Any, tokens: Tensor) -> int:
+def common_length_sync(arguments: dict[str, Any], config: Any, tokens: Tensor) -> int:
     """Returns how many of the common first tokens `[length]` also have the same features in all rows."""
     length = len(tokens)
     for modality, (token, rows) in (_rows_sync(arguments, config) or {}).items():
-        places = (tokens[:length] == token).nonzero()[:, 0]
+        positions = (tokens[:length] == token).nonzero()[:, 0]
         features = _flat(arguments[IMAGES][modality].pooler_output)
-        row_features = torch.stack([features[row[: len(places)]] for row in rows])  # [rows, placeholders, width]
+        row_features = torch.stack([features[row[: len(positions)]] for row in rows])  # [rows, placeholders, width]
         differ = (row_features != row_features[0]).any(dim=-1).any(dim=0)
         if differ.any():
-            length = int(places[differ.long().argmax()])
+            length = int(positions[differ.long().argmax()])
     return length
 
 

@@ -102,8 +102,8 @@ def positions(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Tenso
     """Returns positions `[batch_size, length, width]`; in a captured step the number of earlier ones is a tensor."""
     input_ids = args[0] if args else kwargs.get("input_ids")
     named = [kwargs[name] for name in compat.EARLIER_POSITIONS if name in kwargs]
-    earlier = args[2] if len(args) > 2 else (named or [0])[0]
-    if input_ids is None or not isinstance(earlier, Tensor):
+    past_length = args[2] if len(args) > 2 else (named or [0])[0]
+    if input_ids is None or not isinstance(past_length, Tensor):
         return original(self, *args, **kwargs)
-    positions = self.create_position_ids_from_input_ids(input_ids, self.padding_idx, earlier)
+    positions = self.create_position_ids_from_input_ids(input_ids, self.padding_idx, past_length)
     return nn.functional.embedding(positions, self.weights).detach()

@@ -98,6 +98,7 @@ class TransformersDecodeStep(DecodeStep):
         super().__exit__(*error)
         # Releases the cache: if nobody else holds it, it need not be given back when the call ends.
         self.arguments = {}
+        self.checks = None  # they hold the arguments of the loop, in which the cache may be
         self._dynamic = None
         self._earlier_states = []
         self.drafts = None

@@ -50,7 +50,7 @@ __all__ = [
     "token_log_probs",
     "verify",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 
 def enable() -> None:

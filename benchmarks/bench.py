@@ -191,7 +191,7 @@ def make_parser() -> argparse.ArgumentParser:
     cases = command(run, "run", "measure cases")
     cases.add_argument("cases", nargs="+", metavar="CASE", help="KIND/NAME, a KIND, or the NAME of a generate case")
     cases.add_argument("--against", nargs="+", default=[], metavar="PEER", choices=[*peers.names(), "all"])
-    cases.add_argument("--repeats", type=int, default=3, help="turns, times four of one row (default 3)")
+    cases.add_argument("--repeats", type=int, default=3, help="turns, times four of one row of `generate` (default 3)")
     cases.add_argument(
         "--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of the cases, such as lines=5000"
     )

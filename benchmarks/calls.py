@@ -19,7 +19,7 @@ from typing import Any
 
 import peers
 import torch
-from measure import Options, Tokens, Ways, compare
+from measure import Options, Tokens, UsageError, Ways, compare
 
 import fastgen
 from fastgen.models.demo import demo_path, sample_path
@@ -33,14 +33,20 @@ FIRST_WORD = 10  # special tokens come before
 
 @dataclass(frozen=True)
 class Model:
-    """A class, and the sizes of its configuration that are not the defaults. title: in words."""
+    """A class, and the sizes of its configuration that are not the defaults. title: in words.
+
+    is_half: whether its weights are too large for float32.
+    """
 
     kind: str
     sizes: dict[str, Any] = field(default_factory=dict)
     title: str = ""
+    is_half: bool = False
 
     def make(self, dtype: torch.dtype = torch.float32) -> Any:
         """Returns the model for inference, with the same random weights in each call, drawn in `dtype`."""
+        if self.is_half and dtype is torch.float32:
+            raise UsageError(f"--dtype float32: the weights of {self.title} would take 32 GB (accepted: bfloat16)")
         kind = resolve_name(self.kind)
         torch.manual_seed(0)
         usual = torch.get_default_dtype()
@@ -107,7 +113,7 @@ MODELS = {
     "whisper-large-v3": Model(_WHISPER, WHISPER_LARGE | NOT_SUPPRESSED, "Whisper-large-v3"),
     "qwen3-0.6b": Model("transformers:Qwen3ForCausalLM", QWEN3 | widths(1024, 3072), "Qwen3-0.6B"),
     "qwen3-1.7b": Model("transformers:Qwen3ForCausalLM", QWEN3 | widths(2048, 6144), "Qwen3-1.7B"),
-    "llama-8b": Model("transformers:LlamaForCausalLM", LLAMA_8B | widths(4096, 14336), "Llama-3.1-8B"),
+    "llama-8b": Model("transformers:LlamaForCausalLM", LLAMA_8B | widths(4096, 14336), "Llama-3.1-8B", True),
     "demo": Model("", title="the demo model"),
 }
 

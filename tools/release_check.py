@@ -91,7 +91,9 @@ def main() -> None:
     problems += distribution_problems(ROOT / "dist", fastgen.__version__)
     problems += [problem for archive in (ROOT / "dist").glob("*.tar.gz") for problem in metadata_problems(archive)]
     problems += readme_problems((ROOT / "README.md").read_text(encoding="utf-8"))
-    print("\n".join(problems) or f"fastgen {fastgen.__version__} can be released")
+    is_release = ".dev" not in fastgen.__version__
+    result = "can be released" if is_release else "is between two releases; its files are those of a release"
+    print("\n".join(problems) or f"fastgen {fastgen.__version__} {result}")
     sys.exit(bool(problems))
 
 

@@ -91,9 +91,9 @@ class GraphCache:
         return sum(map(_nbytes, self.entries.values()))
 
     def put(self, graph: CapturedGraph) -> None:
-        """Stores a graph for other calls if steps are captured; drops the least recently used if there are too many."""
+        """Stores a graph for later calls if they may use it; drops the least recently used if there are too many."""
         most_bytes = self._most_bytes_kept(graph)
-        if graph.replays and not self.refused and graph.nbytes <= most_bytes:
+        if graph.is_useful and graph.nbytes <= most_bytes:
             graph.end_call()
             self.entries[graph.key] = graph
         while len(self.entries) > MOST_GRAPHS or self._nbytes > most_bytes:

@@ -240,7 +240,7 @@ class CapturedStep:
         return self.function(inputs) if outputs is None else outputs
 
     def attempt(self, inputs: Any, captures: Any) -> Any:
-        """Returns the same, or None if there is neither a capture nor a replay: the step is dropped then.
+        """Returns the same, or None if there is neither a capture nor a replay.
 
         After an error that nobody expects, the outputs are the function's.
         """
@@ -342,6 +342,11 @@ class CapturedGraph:
             self._steps[size] = CapturedStep(self.function, self.cache)
         return self._steps[size]
 
+    def drop(self) -> None:
+        """Ends the replays of all steps; a forward that is running counts."""
+        for step in self._steps.values():
+            step.state, step.replay = StepState.DROPPED, None
+
     def forget_drafts(self) -> None:
         """Forgets the steps of several tokens."""
         self._steps = {1: self.step(1)}
@@ -350,6 +355,11 @@ class CapturedGraph:
     def replays(self) -> list[Replay]:
         """The captures of all its steps."""
         return [step.replay for step in self._steps.values() if step.replay is not None]
+
+    @property
+    def is_useful(self) -> bool:
+        """Whether later calls may use it: a step is captured, and the step of one token was not dropped."""
+        return bool(self.replays) and self.step(1).state is not StepState.DROPPED
 
     @property
     def nbytes(self) -> int:

@@ -169,7 +169,7 @@ class TransformersDecodeStep(DecodeStep):
         return self.mode.cache is not None
 
     def want(self, size: int) -> None:
-        """Notes that a graph of `size` tokens would have been used."""
+        """Notes that a captured step of `size` tokens would have been used."""
         self.mode.want(size)
 
     def drop(self) -> None:

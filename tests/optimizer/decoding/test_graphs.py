@@ -122,14 +122,28 @@ def test_a_replay_gets_the_inputs_of_its_call_in_captured_shapes():
     assert replayed(graph, {"number": torch.zeros(4)}) is None
 
 
-def test_a_refused_model_keeps_no_graphs():
-    cache = GraphCache(torch.device("cpu"), torch.float32)
-    cache.put(graph_of())
+def test_graphs_whose_step_of_one_token_was_dropped_are_not_kept():
+    cache, graph = GraphCache(torch.device("cpu"), torch.float32), graph_of()
+    graph.step(4).capture({"number": torch.zeros(3)}, CpuCapture())
+    cache.put(graph)
     assert list(cache.entries) == [0]
     cache.entries.clear()
-    cache.refused = ["the model is refused"]
-    cache.put(graph_of())
+    graph.step(1).drop()
+    cache.put(graph)
     assert not cache.entries
+
+
+def test_all_steps_of_a_refused_model_are_dropped(monkeypatch):
+    """Also those of other numbers of tokens, which have not failed."""
+    model = tiny("gpt2")
+    with generate_call(model) as call:
+        loop = SimpleNamespace(call=call, model=model, checks=SimpleNamespace(decoder=model, known_code=KNOWN))
+        held = captures.Captures(loop)
+        held.graph = graph = graph_of()
+        graph.step(4).capture({"number": torch.zeros(3)}, CpuCapture())
+        assert len(graph.replays) == 2
+        held.refuse("logits differ", warns=False)
+    assert not graph.replays and held.graphs.refused
 
 
 def test_a_step_with_other_inputs_is_dropped_until_the_next_call():

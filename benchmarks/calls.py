@@ -407,7 +407,8 @@ def measure(kind: str, name: str, case: Call, options: Options) -> dict[str, Any
         added = peers.add(ways, name, work, options, stack, reasons) if options.against else {}
         result, returned = compare(ways, options, work.are_equal, work.train, reasons, repeats)
     tokens = {way: work.new_tokens(output) for way, output in returned.items() if way in ways}
-    result |= {"case": name, "inputs": case.rows, "repeats": repeats, "cpu_time": options.cpu_time, **added}
+    result |= {"case": name, "dtype": options.dtype, "inputs": case.rows}
+    result |= {"repeats": repeats, "cpu_time": options.cpu_time, **added}
     if options.against:
         result |= {"reasons": reasons, "new_tokens": {way: sum(map(len, rows)) for way, rows in tokens.items()}}
         result["rows_equal"] = {} if case.arguments["do_sample"] else peers.rows_equal(tokens)

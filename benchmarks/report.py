@@ -116,7 +116,7 @@ def workload_table(kind: str, measured: Mapping[str, Any]) -> str:
         peers = result.get("seconds", {})
         peer = peers.get("ctranslate2", peers.get("CTranslate2 float32"))
         cells = ["–" if peer is None else f"{peer:.1f} s", memory(result)]
-        tokens = result.get("tokens", "–")
+        tokens = result.get("tokens", "–" if result.get("equal", True) else "no")
         rows.append([words[result["case"]], *speed_cells(result), *cells, tokens])
     columns = [column for column in range(len(head)) if any(row[column] != "–" for row in rows)]
     lines = [[row[column] for column in columns] for row in (head, *rows)]
@@ -249,7 +249,8 @@ QUESTIONS = (
         "models",
         "Models at the depth and width of their published weights; 32 new tokens unless another number is named. "
         "transformers has its default settings: on a CPU it compiles nothing for a static cache, which took 1–7 % less "
-        "time with a Llama-like model and 4 beams. *memory*: what a call adds to that of the model.",
+        "time with a Llama-like model and 4 beams. *memory*: what a call adds to that of the model. *equal*: in "
+        "bfloat16 results may differ by rounding, and those of random weights do.",
     ),
     (
         "Calls of `generate`",

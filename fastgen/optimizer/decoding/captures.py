@@ -210,8 +210,10 @@ class Captures:
             graphs.put(graph)
             graph = self.graph_of(content)
             inputs = loop.inputs(tokens, graph, size)
-        replays = self.replays(graph, size) or (size == 1 and wants_new)  # with the steps of earlier calls without one
-        outputs = graph.step(size).attempt(inputs, self) if replays else graph.function(inputs)
+        step = self.step_to_run(graph, size)
+        if step is None and size == 1 and wants_new:  # if the steps of earlier calls without a graph count
+            step = graph.step(size)
+        outputs = graph.function(inputs) if step is None else step.attempt(inputs, self)
         if outputs is not None and differs_sync(loop.logits_of(outputs), expected):
             self.refuse("logits with static buffers differ from eager")
         leave_alone_for(graphs.refused)
@@ -221,15 +223,15 @@ class Captures:
             graph.step(1).state = StepState.CAPTURED
         return graph
 
-    def replays(self, graph: CapturedGraph, size: int) -> bool:
-        """Whether the next forward of `size` tokens per row is a replay or, if that pays, a capture."""
+    def step_to_run(self, graph: CapturedGraph, size: int) -> CapturedStep | None:
+        """Returns the step of `size` tokens per row if its next run is a replay or, if that pays, a capture."""
         step = graph.step(size)
         if self.graphs.refused or step.state is StepState.DROPPED:
-            return False
+            return None
         if self.policy.replays(step):
-            return True
+            return step
         left = (self.most - graph.cache.generated_length) // size
-        return self.wants_new(self.policy.uses(left, graph.wanted[size]))
+        return step if self.wants_new(self.policy.uses(left, graph.wanted[size])) else None
 
     # The graphs of the loop.
 

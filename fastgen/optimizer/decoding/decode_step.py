@@ -103,12 +103,11 @@ class StaticSteps:
             loop.leave_captures(reason_of(error, loop.model))
             return loop.mode.outputs_of(loop, tokens, size, is_trial)
         self.captures.forwards += 1
-        if self.captures.replays(graph, size):
-            return graph.step(size).run(inputs, self.captures)
-        return graph.function(inputs)
+        step = self.captures.step_to_run(graph, size)
+        return graph.function(inputs) if step is None else step.run(inputs, self.captures)
 
     def path(self, size: int) -> str:
-        return "replay" if self.captures.replays(self.graph, size) else "static"
+        return "static" if self.captures.step_to_run(self.graph, size) is None else "replay"
 
     def want(self, size: int) -> None:
         self.graph.wanted[size] += 1

@@ -30,8 +30,9 @@ def test_gelu_is_exact_to_some_units_of_the_last_place(activation):
 
 @BOTH
 def test_gelu_of_special_numbers_is_that_of_torch(activation):
+    """In double precision: on some CPUs torch takes oneDNN's GELU of float32, which is NaN for infinity."""
     numbers = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, 1e30, -1e30])
-    expected = functional.gelu(numbers, approximate=APPROXIMATE[activation])
+    expected = functional.gelu(numbers.double(), approximate=APPROXIMATE[activation]).float()
     assert torch.equal(gelu.gelu(numbers, activation).nan_to_num(7), expected.nan_to_num(7))
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from versions import needs_peft
 
-from fastgen.optimizer.decoding import captures, graph_cache
+from fastgen.optimizer.decoding import captures
 from fastgen.optimizer.decoding.cost_model import CPU
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
 from fastgen.testing import configured
@@ -79,16 +79,6 @@ def test_every_step_after_the_first_is_a_replay(name, arguments):
     replayed = captured(model, name, **arguments | LONG)
     assert len(captured_graphs(model)) > 1
     assert replayed == 39 - len(captured_graphs(model))  # the steps from which they were made
-
-
-@WAYS
-@pytest.mark.parametrize("is_captured", (True, False), ids=("captured", "eager"))
-def test_a_cache_that_nobody_holds_is_not_copied_at_the_end(arguments, is_captured, shared, monkeypatch):
-    if not is_captured:
-        monkeypatch.setitem(graph_cache.MOST_BYTES, "cpu", 0)
-    with watched("copy a layer") as copied:
-        assert bool(captured(tiny("bart"), "bart", **arguments)) == is_captured
-    assert not copied
 
 
 @WAYS

@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicLayer, EncoderDecoderCache, StaticCa
 from transformers.modeling_outputs import BaseModelOutput
 
 import fastgen
+from fastgen.optimizer.decoding.graph_cache import MOST_BYTES
 
 NAMES = ("llama", "gpt2", "bart", "t5")
 DECODER_ONLY, SEQ2SEQ = NAMES[:2], NAMES[2:]
@@ -195,15 +196,18 @@ def test_nothing_keeps_the_cache_alive(name):
     assert cache() is None
 
 
-@pytest.mark.parametrize("cuda_graphs", ("off", "on"))
+@pytest.mark.parametrize("steps", ("eager", "captured", "too large to capture"))
 @pytest.mark.parametrize("name", NAMES)
 @BOTH
-def test_a_cache_that_nobody_holds_is_not_copied_at_the_end(name, arguments, cuda_graphs):
+def test_a_cache_that_nobody_holds_is_not_copied_at_the_end(name, arguments, steps, monkeypatch):
+    if steps == "too large to capture":
+        monkeypatch.setitem(MOST_BYTES, "cpu", 0)
+    cuda_graphs = "off" if steps == "eager" else "on"
     with capturing(cuda_graphs), watched("copy a layer") as copied, watched("copy a static layer") as static_copied:
         unchanged(name).generate(
             **padded(9, 5), **arguments | {"return_dict_in_generate": False, "output_scores": False}
         )
-    assert (fastgen.explain().replays > 0) == (cuda_graphs == "on") and not copied + static_copied
+    assert (fastgen.explain().replays > 0) == (steps == "captured") and not copied + static_copied
 
 
 @pytest.mark.parametrize("name", NAMES)

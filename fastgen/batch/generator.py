@@ -67,7 +67,6 @@ class TextGenerator:
                 raise InputError("tokenizer: is missing (accepted: the tokenizer of the model)")
             # Padding, truncation and languages are set in the tokenizer.
             loaded = Loaded(self._task.args, model, copy.deepcopy(tokenizer))
-        fastgen.enable()
         self._task.load(loaded)
 
     def __call__(self, inputs: Any) -> Any:

@@ -44,6 +44,15 @@ def test_a_list_has_the_records_of_the_command_in_order(bart, tmp_path):
     assert generator([]) == [] and texts(generator(LINES[:2])) == texts(written[:2])
 
 
+def test_a_generator_leaves_fastgen_disabled():
+    fastgen.disable()
+    try:
+        generator = fastgen.TextGenerator("demo", num_beams=4)
+        assert texts(generator(LINES[:2])) and {state.state for state in fastgen.status()}.isdisjoint({"applied"})
+    finally:
+        fastgen.enable()
+
+
 def test_columns_are_returned_with_their_outputs(bart):
     generator = fastgen.TextGenerator(str(bart), text_field="article", typical_p=0.9, renormalize_logits=True)
     columns = {"article": np.array(LINES[:5]), "id": [5, 4, 3, 2, 1]}

@@ -97,7 +97,6 @@ class Captures:
         self.policy = CapturePolicy()
         self.graphs = graphs_of(loop.model, first_weight(loop.checks.decoder))
         self.most = 0
-        self.graph: CapturedGraph | None = None  # the last one that the loop has taken
         self._is_held = False  # True: this call alone may use the graphs
         self._has_exact_lengths = False  # True: this call's inputs cannot be padded
         self._variant: Hashable = None  # what else the key of a graph contains
@@ -111,8 +110,7 @@ class Captures:
         """Stops capturing this model's steps; warns unless the cause is expected, or user code's."""
         loop = self.loop
         self.graphs.entries.clear()
-        if self.graph is not None:
-            self.graph.drop()
+        loop.mode.drop_captures()
         refused = self.graphs.refused = [reason_of(cause, loop.model)]
         if not self.policy.is_lasting(cause):
             self.call.on_exit.callback(refused.clear)
@@ -249,7 +247,6 @@ class Captures:
         else:
             self.policy.take(graph)
         graph.begin(content)
-        self.graph = graph
         return graph
 
     def _key_of(self, content: KVContent) -> tuple[Any, ...]:

@@ -65,6 +65,9 @@ class EagerSteps:
     def want(self, size: int) -> None:
         pass
 
+    def drop_captures(self) -> None:
+        pass
+
     def room(self) -> int | None:
         return None
 
@@ -111,6 +114,10 @@ class StaticSteps:
 
     def want(self, size: int) -> None:
         self.graph.wanted[size] += 1
+
+    def drop_captures(self) -> None:
+        """Ends all replays, because the model's steps are captured no more."""
+        self.graph.drop()
 
     def room(self) -> int:
         return int(self.cache.capacity - self.cache.generated_length)

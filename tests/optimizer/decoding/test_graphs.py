@@ -17,6 +17,7 @@ from torch import nn
 
 from fastgen.optimizer.decoding import captures, graphs
 from fastgen.optimizer.decoding.call import generate_call
+from fastgen.optimizer.decoding.decode_step import StaticSteps
 from fastgen.optimizer.decoding.graph_cache import MOST_BYTES, GraphCache
 from fastgen.optimizer.decoding.graphs import CapturedGraph, CpuCapture, CudaCapture, StepState
 from fastgen.optimizer.decoding.kv_cache import KVCache
@@ -138,8 +139,8 @@ def test_all_steps_of_a_refused_model_are_dropped(monkeypatch):
     model = tiny("gpt2")
     with generate_call(model) as call:
         loop = SimpleNamespace(call=call, model=model, checks=SimpleNamespace(decoder=model, known_code=KNOWN))
-        held = captures.Captures(loop)
-        held.graph = graph = graph_of()
+        held, graph = captures.Captures(loop), graph_of()
+        loop.mode = StaticSteps(held, graph)
         graph.step(4).capture({"number": torch.zeros(3)}, CpuCapture())
         assert len(graph.replays) == 2
         held.refuse("logits differ", warns=False)

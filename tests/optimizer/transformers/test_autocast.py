@@ -6,9 +6,8 @@ from unittest import mock
 
 import pytest
 import torch
-from accelerate import Accelerator
 from parity import assert_equal_outputs, run_both
-from tiny_models import padded, tiny, token_ids
+from tiny_models import padded, tiny, token_ids, under_autocast
 from torch.profiler import profile
 from transformers import LogitsProcessor
 
@@ -26,10 +25,6 @@ DECODING: dict[str, dict[str, Any]] = {
 WAYS = pytest.mark.parametrize("way", DECODING)
 
 
-def prepared(name: str, **changes: Any) -> Any:
-    return Accelerator(cpu=True, mixed_precision="bf16").prepare_model(tiny(name, **changes), evaluation_mode=True)
-
-
 @contextmanager
 def casting_in_each_step() -> Any:
     with ExitStack() as stack:
@@ -40,14 +35,14 @@ def casting_in_each_step() -> Any:
 @WAYS
 @pytest.mark.parametrize("name", ("llama", "gpt2", "bart"))
 def test_casts_of_a_call_are_those_of_each_step(name, way):
-    model = prepared(name)
+    model = under_autocast(name)
     both = run_both(lambda: model.generate(**padded(9, 5), **NEW | DECODING[way]), without=casting_in_each_step)
     assert CAST_ONCE in both.report.shared
     assert_equal_outputs(both.stock, both.fast, tolerance=0.0)
 
 
 def test_outputs_under_autocast_are_those_of_the_library():
-    model = prepared("llama")
+    model = under_autocast("llama")
     with configured(share="never"):
         both = run_both(lambda: model.generate(token_ids(1, 9), **NEW))
     assert_equal_outputs(both.stock, both.fast, tolerance=0.0)
@@ -60,7 +55,7 @@ def number_of_casts(model: Any) -> int:
 
 
 def test_each_weight_is_cast_once():
-    model = prepared("llama")
+    model = under_autocast("llama")
     with casting_in_each_step():
         in_each_step = number_of_casts(model)
     weights = sum(module.weight.requires_grad for module in model.modules() if isinstance(module, torch.nn.Linear))
@@ -69,7 +64,7 @@ def test_each_weight_is_cast_once():
 
 @pytest.mark.parametrize("trains", (True, False), ids=("trainable", "frozen"))
 def test_the_next_call_sees_new_weights(trains):
-    model = prepared("llama")
+    model = under_autocast("llama")
     model.requires_grad_(trains)
 
     def call() -> Any:
@@ -104,7 +99,7 @@ class Changing(LogitsProcessor):
 
 
 def test_weights_that_change_in_a_call_are_cast_in_each_step():
-    models = [prepared("llama") for _ in range(2)]
+    models = [under_autocast("llama") for _ in range(2)]
     remaining = iter(models)
 
     def call() -> Any:
@@ -118,14 +113,14 @@ def test_weights_that_change_in_a_call_are_cast_in_each_step():
 
 
 def test_casts_that_do_not_fit_are_not_kept():
-    model = prepared("llama")
+    model = under_autocast("llama")
     with mock.patch.object(calls, "free_memory", lambda device: 1000):
         model.generate(token_ids(1, 9), **NEW)
     assert CAST_ONCE not in fastgen.explain().shared
 
 
 def test_gradients_after_a_call_are_those_without_it():
-    model = prepared("llama")
+    model = under_autocast("llama")
     gradients = []
     for generates in (False, True):
         model.zero_grad()

@@ -17,7 +17,7 @@ from fuzz_changes import CHANGES, adapter, weight_in_place, weight_through_data
 from hooks import ANY_SIZE, broken, captured_graphs, costs, errors_noted, holds_graphs, limits, replaced, watched
 from parity import run_both, same_tokens
 from reports import capturing, not_captured_because, replays
-from tiny_models import inputs_of, padded, tiny
+from tiny_models import inputs_of, padded, tiny, under_autocast
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from versions import needs_peft
@@ -275,16 +275,6 @@ def with_virtual_tokens(kind: str) -> nn.Module:
     return peft.get_peft_model(tiny("llama"), config).eval()
 
 
-def in_autocast(name: str) -> nn.Module:
-    accelerate = pytest.importorskip("accelerate")
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
-    try:
-        return accelerator.unwrap_model(accelerator.prepare(tiny(name)), keep_fp32_wrapper=True)
-    finally:
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
 def in_int8() -> nn.Module:
     return torch.ao.quantization.quantize_dynamic(tiny("llama"), {nn.Linear})
 
@@ -296,7 +286,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "dynamic int8": (in_int8, "ROWS_COUPLED", "scales its input by the largest number"),
     "a forward that may wait": (partial(tiny, "roformer"), "MAY_SYNC", "RoFormerForCausalLM.forward"),
     **{f"no layer {number}": (partial(without_layer, number), "LAYER_EMPTY", "") for number in range(3)},
-    **{f"autocast of {name}": (partial(in_autocast, name), "AUTOCAST", "inside the forward") for name in TWO_NAMES},
+    **{f"autocast of {name}": (partial(under_autocast, name), "AUTOCAST", "inside the forward") for name in TWO_NAMES},
     **{kind: (partial(with_virtual_tokens, kind), "CAPTURE_REFUSED", "KeyError") for kind in OF_VIRTUAL_TOKENS},
 }
 

@@ -106,8 +106,9 @@ def explain(kind: str | None = None) -> Report:
     kind: "generate" for the last `generate`; "scoring" for the last pass over whole texts, by a trainer,
     `token_log_probs`, `log_likelihoods` or lm-evaluation-harness; None for the later of the two.
 
-    Print the report to read it; `as_dict()` is for JSON. Before the first call it has the code NO_CALL, and NO_PATCH
-    with the reason if patches are not active; calls inside `disabled()` are not reported. It names the groups of
+    Print the report to read it; `as_dict()` is for JSON. Before the first call it has the code NO_CALL. NO_PATCH says
+    why patches are not active, so that calls after the reported one do not use fastgen; calls inside `disabled()` are
+    not reported. It names the groups of
     patches that are switched off because they have failed, and why.
     """
     from fastgen.optimizer.decoding.call import last_report
@@ -115,10 +116,10 @@ def explain(kind: str | None = None) -> Report:
 
     if kind not in (None, *KINDS):
         raise ValueError(f"kind is {kind!r} (accepted: None, {', '.join(map(repr, KINDS))})")
-    report = last_report(kind)
+    report, states = last_report(kind), status()
     if report is None:
-        return without_call(status().not_active(), kind or GENERATE)
-    report.add_switched_off(PATCH_SET.switched_off)
+        return without_call(states.not_active(), kind or GENERATE)
+    report.set_patches(PATCH_SET.switched_off, None if states.is_any_applied else states.not_active()[0][1])
     return report
 
 

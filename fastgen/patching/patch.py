@@ -107,13 +107,18 @@ class PatchStates(list[PatchState]):
             rows.append((name, "not installed", "") if name in missing else (name, states[0].state, reasons))
         return "\n".join([table(rows), *shared])
 
+    @property
+    def is_any_applied(self) -> bool:
+        """Whether any patch is active."""
+        return any(patch.state == "applied" for patch in self)
+
     def not_active(self) -> tuple[tuple[str, str], ...]:
         """Returns which patches are not active although their host is imported, and why."""
         refused: dict[str, list[str]] = {}
         for patch in self:
             if patch.state in ("skipped", "failed", "reverted"):
                 refused.setdefault(patch.reason, []).append(patch.host)
-        if any(patch.state == "applied" for patch in self):
+        if self.is_any_applied:
             return tuple(
                 (f"some patches of {' and '.join(dict.fromkeys(hosts))} are not active", reason)
                 for reason, hosts in refused.items()

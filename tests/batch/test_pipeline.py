@@ -147,7 +147,7 @@ def test_a_line_that_fails_is_listed_and_stops_no_other(tmp_path, bart, capsys):
     errors = [f"has {2 * len(WORDS) + 2} tokens, the limit is {POSITIONS}", "is not UTF-8"]
     said = capsys.readouterr().err
     assert f"line 3: {errors[0]}" in said and f"line 6: {errors[1]}" in said
-    assert "2 of 12 inputs failed" in said.splitlines()[-1]
+    assert "2 of 12 inputs failed (--retry_failed reruns only these)" in said.splitlines()[-1]
     good = [number for number in range(12) if number not in (2, 5)]
     written = output.read_text().split("\n")[:-1]
     assert written[2] == written[5] == ""

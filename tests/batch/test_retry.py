@@ -51,7 +51,7 @@ def test_retried_lines_are_those_of_a_run_without_failure(run, tmp_path, monkeyp
     assert run(name, "--retry_failed") == 1  # two lines are always too long
     said = capsys.readouterr().err
     assert f"{len(failed)} failed lines generated again, 2 failed again\n" in said
-    assert f"2 of {len(LINES)} inputs failed" in said
+    assert f"2 of {len(LINES)} inputs failed (--retry_failed reruns only these)" in said
     retried, expected = (list(files.raw_lines("OUTPUT", str(tmp_path / each))) for each in (name, f"whole_{name}"))
     if name.endswith("jsonl"):
         retried, expected = (

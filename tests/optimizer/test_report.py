@@ -137,6 +137,18 @@ def test_without_a_scoring_the_report_says_that_there_was_none():
     assert "no scoring of texts of this thread has gone through fastgen" in str(scored)
 
 
+def test_a_report_says_that_patches_were_reverted_after_its_call():
+    tiny("gpt2").generate(**padded(9, 5), **BEAMS)
+    try:
+        fastgen.disable()
+        report = fastgen.explain()
+        assert "NO_PATCH" in report.codes()
+        assert "calls after this one do not use fastgen: fastgen.disable()" in str(report)
+    finally:
+        fastgen.enable()
+    assert "NO_PATCH" not in fastgen.explain().codes()
+
+
 def test_an_unknown_kind_of_report_is_named():
     with pytest.raises(ValueError, match=r"^kind is 'rollout' \(accepted: None, 'generate', 'scoring'\)$"):
         fastgen.explain("rollout")

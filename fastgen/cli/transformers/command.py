@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
+from fastgen.batch import files
 from fastgen.batch.errors import InputError, RunError, check_packages
 from fastgen.batch.run import run
 from fastgen.batch.threads import set_openmp_variables
@@ -53,7 +54,9 @@ def _run(argv: list[str], stop: Signals) -> int:
     for name, value in (outcome.scores or {}).items():
         print(f"{name:<16}{f'{value:.4f}' if isinstance(value, float) else value}")
     if outcome.failures:
-        print(f"{PROG}: {outcome.failures} of {outcome.records} inputs failed", file=sys.stderr)
+        are_files = not (files.is_stream(args.input) or files.is_output_stream(args.output))
+        hint = f" ({args.named('retry_failed')} reruns only these)" if are_files and not args.speaks else ""
+        print(f"{PROG}: {outcome.failures} of {outcome.records} inputs failed{hint}", file=sys.stderr)
     return FAILED if outcome.failures else 0
 
 

@@ -195,9 +195,12 @@ class Report:
             if (part, reason) not in self.not_done:
                 self.not_done.append((part, reason))
 
-    def add_switched_off(self, groups: Mapping[str, str]) -> None:
-        """Adds the groups of patches that are switched off, and why."""
-        for group, reason in groups.items():
+    def set_patches(self, switched_off: Mapping[str, str], inactive: str | None) -> None:
+        """Sets what holds for patches now, after the call: groups that are switched off, and why no patch is active."""
+        self.not_done = [(part, reason) for part, reason in self.not_done if part != PATCHES]
+        if inactive is not None:
+            self.add_reasons(PATCHES, [Reason("NO_PATCH", f"calls after this one do not use fastgen: {inactive}")])
+        for group, reason in switched_off.items():
             text = f"{group} is switched off until fastgen.enable(): {reason}"
             self.add_reasons(PATCHES, [Reason("SWITCHED_OFF", text)])
 

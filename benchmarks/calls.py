@@ -157,7 +157,8 @@ class Call:
         )
         words += [f"{returned} samples each"] * (arguments["do_sample"] and returned > 1)
         words += ["n-gram 3"] * ("no_repeat_ngram_size" in arguments)
-        words += [f"up to {arguments.get('max_new_tokens')} new tokens"] * ("max_new_tokens" in arguments)
+        if most := arguments.get("max_new_tokens"):
+            words.append("1 new token" if most == 1 else f"up to {most} new tokens")
         return ", ".join(words)
 
 

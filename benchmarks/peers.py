@@ -224,7 +224,7 @@ class PeerProcess:
     def _end(self) -> str:
         status = self._process.wait()
         if status < 0:
-            return f"was ended by {signal.Signals(-status).name}"
+            return f"crashed with {signal.Signals(-status).name}"
         lines = self._errors.read_text(encoding="utf-8", errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing on standard error")
         return f"ended with status {status}: {last}"

@@ -234,7 +234,7 @@ CASES = {
         "samples8-autocast": Case("8 samples under `torch.autocast`", SAMPLES, (autocast,)),
         "greedy-autocast": Case("greedy under `torch.autocast`", GREEDY, (autocast,)),
         "samples8-lora": Case("8 samples, LoRA of PEFT", SAMPLES, (adapter,)),
-        "samples8-lora-bf16": Case("8 samples, LoRA, prepared with bf16: TRL's default", SAMPLES, (adapter, prepared)),
+        "samples8-lora-bf16": Case("8 samples, LoRA, prepared with bf16, as TRL does", SAMPLES, (adapter, prepared)),
         "samples8-checkpointing": Case("8 samples, gradient checkpointing, `eval()`", SAMPLES, (checkpointing,)),
         "samples8-training": Case("8 samples, gradient checkpointing, `train()`", SAMPLES, (checkpointing, training)),
         "samples8-dispatched": Case("8 samples, `device_map` with accelerate's hooks", SAMPLES, (dispatched,)),

@@ -36,7 +36,7 @@ TABLE_1 = {
     "gpt2": ("GPT-2", "0L-12L-768", "3.0 → 16.7", "5.5×"),
     "unilm": ("UniLM", "12L-0L-768", "1.7 → 16.4", "9.6×"),
 }
-COLOURS = ("#3f51b5", "#ef8a17", "#2a9d6f")  # of machines
+COLORS = ("#3f51b5", "#ef8a17", "#2a9d6f")  # of machines
 LOOPS = {"stock": "the loop", "loop with fastgen": "the loop with fastgen", "fastgen": "the command"}
 MULTI_QUERY = {  # microseconds: greedy encoder and decoder, beam-4 encoder and decoder
     "multi-head": (1.7, 46, 2.0, 203),
@@ -199,8 +199,9 @@ def peers_tables(measured: Mapping[str, Any]) -> str:
         for reason in result["reasons"].items():
             reasons.setdefault(reason, {})[words[result["case"]].split(",")[0]] = None
     turns = sorted(len(result["turns"]["fastgen"]) for result in results)
+    numbers = " to ".join(map(str, sorted({turns[0], turns[-1]})))
     text = paragraph(
-        f"Each workload in one run, 2 threads, medians of {turns[0]} to {turns[-1]} turns: "
+        f"Each workload in one run, 2 threads, medians of {numbers} turns: "
         f"{', '.join(f'{name} {number}' for name, number in sorted(versions.items()))}."
     )
     ways = dict.fromkeys(way for result in results for way in result["seconds"])
@@ -248,9 +249,9 @@ QUESTIONS = (
         "Models that people run",
         "models",
         "Models at the depth and width of their published weights; 32 new tokens unless another number is named. "
-        "transformers has its default settings: on a CPU it compiles nothing for a static cache, which took 1–7 % less "
-        "time with a Llama-like model and 4 beams. *memory*: what a call adds to that of the model. *equal*: in "
-        "bfloat16 results may differ by rounding, and those of random weights do.",
+        "transformers has its default settings: on a CPU it compiles nothing for a static cache, which on one machine "
+        "took 1–7 % less time with a Llama-like model and 4 beams. *memory*: what a call adds to the memory of the "
+        "model. *equal*: in bfloat16 results may differ by rounding, and those of models with random weights do.",
     ),
     (
         "Calls of `generate`",
@@ -263,8 +264,8 @@ QUESTIONS = (
         "reach",
         "Calls as programs make them: one prompt of 256 tokens (a chat: 512), 32 new tokens, a Llama-like model of 6 "
         "layers × 512 unless another is named; CPU time of one thread, without drafts. *output*: tokens, and scores to "
-        "1e-4 where they are returned. *why not more*: the first [reason](reasons.md) that is no choice of fastgen, "
-        "and the part of the call.",
+        "1e-4 where they are returned. *why not more*: the first [reason](reasons.md) other than a decision, and the "
+        "part of the call that it affects.",
     ),
     (
         "Common prefixes",
@@ -319,9 +320,9 @@ QUESTIONS = (
     (
         "Other engines",
         "peers",
-        "The same weights, lengths and threads in other engines, called *peers*, in the same turns. In brackets: rows "
-        "with stock's tokens, if nothing is sampled. **Bold**: faster than fastgen in float32. [Compared "
-        "with](compared-with.md) says when to use them instead.",
+        "Other engines, called *peers*, run with the same weights, lengths and threads, in the same turns. In "
+        "brackets: rows with stock's tokens, if nothing is sampled. **Bold**: faster than fastgen in float32. "
+        "[Compared with](compared-with.md) says when to use them instead.",
     ),
 )
 # Tables of kinds whose results are not those of a workload.
@@ -388,8 +389,9 @@ def multi_query(parts: Parts) -> str:
     head = ("attention", "paper, greedy", "paper, beam 4", "here: encoder", "greedy", "beam 4", "to multi-head")
     lengths = " or ".join(map(str, sorted({result["length"] for result in results})))
     text = paragraph(
-        f"Here sources and targets of {lengths} tokens. Microseconds per token, of the encoder + of the decoder; here "
-        "stock → fastgen. Last column: multi-head attention in stock by this model in fastgen, beam 4."
+        f"Here sources and targets have {lengths} tokens. Microseconds per token, of the encoder + of the decoder; "
+        "here stock → fastgen. Last column: the time of multi-head attention in stock divided by that of this model "
+        "in fastgen, beam 4."
     )
     return f"### Fast Transformer Decoding, Table 2\n\n{text}\n{table(head, rows)}" if rows else ""
 
@@ -397,8 +399,8 @@ def multi_query(parts: Parts) -> str:
 def seamless(parts: Parts) -> str:
     tables = [seamless_table(result) for result in results_of(parts, "seamless")]
     text = paragraph(
-        "Paper: the text decoder and the vocoder take 61% and 23% of the time and become 2 and 30 times as fast, all "
-        "of it 2.7 times, with CUDA graphs and compiled kernels. A CPU has no launches to save."
+        "Paper: the text decoder and the vocoder take 61% and 23% of the time. With CUDA graphs and compiled kernels "
+        "they become 2 and 30 times as fast, and the whole call 2.7 times. A CPU has no launches to save."
     )
     return "\n".join([f"### Seamless M4T, Figures 2 and 16\n\n{text}", *tables]) if tables else ""
 
@@ -474,7 +476,7 @@ def draw(path: Path) -> None:
         lines = [line for line, name in enumerate(names) if name in ratios]
         heights = [line * step + heading + (number + 0.5) * thickness for line in lines]
         values = [ratios[names[line]] for line in lines]
-        style = {"color": COLOURS[number % len(COLOURS)], "label": cpu_name(machine)}
+        style = {"color": COLORS[number % len(COLORS)], "label": cpu_name(machine)}
         bars = panel.barh(heights, values, 0.9 * thickness, **style)
         panel.bar_label(bars, fmt="%.1f×", padding=3, fontsize=10)
     for line, name in enumerate(names):

@@ -2,7 +2,7 @@
 
 Random shapes of 1 to 8 inputs, 4 to 64 tokens and 1 to 16 new ones, on models from two layers of 64 to GPT-2 small, in
 float32; if the CPU has instructions for bfloat16, every eighth shape in that. Stock and fastgen alternate on one
-thread; what counts is CPU time, and of each shape the median of the ratios of neighbours. A shape below the floor is
+thread; what counts is CPU time, and of each shape the median of the ratios of neighbors. A shape below the floor is
 measured again, longer.
 """
 

@@ -11,76 +11,93 @@ from __future__ import annotations
 
 # By the sections of the page. The codes of the first section are decisions (`Reason.is_decision`): fastgen could have
 # done the part, and chose not to.
-CHOSEN = "Chosen: there is nothing to gain, or a switch says so"
+CHOSEN = "Chosen: there is nothing to gain, or a switch forbids it"
 
 CODES: dict[str, dict[str, str]] = {
     CHOSEN: {
         "CAPTURE_OFF": "decode steps are not captured under `FASTGEN_CUDA_GRAPHS=off`",
-        "DISABLED": "`fastgen.log_likelihoods` and `fastgen.token_log_probs` share nothing if fastgen is disabled",
+        "DISABLED": (
+            "fastgen is disabled: `fastgen.log_likelihoods` and `fastgen.token_log_probs` compute every row in full"
+        ),
         "DRAFTS_OFF": "no drafts are checked under `FASTGEN_DRAFTS=off`",
         "ENDED_EARLY": "the call ended before a capture would have been worthwhile",
-        "FEW_FRAMES": "a vocoder's input is short: oneDNN would gain nothing",
-        "FEW_KEYS": "a layer holds few keys: stored for each row, they cost less than a second product",
+        "FEW_FRAMES": "a vocoder's input is short: oneDNN would save no time",
+        "FEW_KEYS": (
+            "a layer holds few keys: storing them for each row costs less than the second matrix product that shared "
+            "keys need"
+        ),
         "FEW_STEPS": "the call has fewer than 24 decode steps, on a GPU fewer than 4; for drafts fewer than 8",
-        "MANY_ROWS": "drafts of more than eight rows: the first row whose draft fails ends the draft of all",
+        "MANY_ROWS": (
+            "the call has more than eight rows: the first row whose draft fails would end the draft of all rows"
+        ),
         "NOT_WORTH_CAPTURING": "replays would save less than the capture costs, or too few steps are left",
         "NOTHING_REPEATED": "no draft was worth a forward: the text repeated too little of its input and of itself",
-        "ONE_ROW_PER_INPUT": "neither beams nor samples, and the caller repeats no row",
+        "ONE_ROW_PER_INPUT": "the call has neither beams nor several samples, and the caller repeats no row",
         "PREFIX_SHORT": (
             "the common prefix of prompts, or the kept part of a prompt, is too short to be worth a forward of its own"
         ),
         "SHARE_NEVER": "nothing is shared under `FASTGEN_SHARE=never`",
         "TOO_SMALL": (
             "a prefill once per input saves less than it costs (the detail has both, in milliseconds), or the call is "
-            "so short, on so small a model, that nothing can gain what fastgen costs; no drafts for a model whose "
-            "steps take at least four times as long in Python as in kernels"
+            "so short and the model so small that no optimization can save as much as fastgen costs; there are no "
+            "drafts for a model whose steps take at least four times as long in Python as in kernels"
         ),
     },
     "The call": {
         "NO_CALL": (
-            "no `generate` of this thread, or no scoring if `explain` is called for it, has gone through fastgen; "
-            "calls inside `fastgen.disabled()` are not reported"
+            "no `generate` call of this thread has gone through fastgen (or no scoring call, if `explain` was called "
+            "for scoring); calls inside `fastgen.disabled()` are not reported"
         ),
         "NO_PATCH": (
-            "no patch is active, or some of a library are not: its version, a switch, an error; `fastgen.status()` "
-            "lists all"
+            "no patch is active, or some patches of a library are inactive, because of its version, a switch or an "
+            "error; `fastgen.status()` lists all patches. After a call: later calls do not use fastgen"
         ),
         "ASSISTANT": "the model is the assistant of an assisted generation",
         "CHUNKED_PREFILL": "`prefill_chunk_size` is set, and the cache is a `StaticCache`",
         "CONSTRAINTS": "constraints that fairseq's search does not support",
-        "CUSTOM_GENERATE": "`custom_generate` may read the cache, which keeps the library's layers",
-        "HARNESS": "lm-evaluation-harness answers itself: rolling log-likelihoods, autocast, texts that are too long",
+        "CUSTOM_GENERATE": "`custom_generate` may read the cache, so the cache keeps the library's layers",
+        "HARNESS": (
+            "lm-evaluation-harness computes the answer without fastgen: rolling log-likelihoods, autocast, a model "
+            "with an encoder, texts that are empty or too long"
+        ),
         "LOW_MEMORY": "beam search with `low_memory`",
         "MIN_LEN": "fairseq's `min_len` is above the longest output",
-        "NO_PREFILL": "a decoding method that does not call `_prefill`",
-        "NOT_CAUSAL": "keys and values of a token depend on later tokens: no common prefix",
+        "NO_PREFILL": "the decoding method does not call `_prefill`",
+        "NOT_CAUSAL": "keys and values of a token depend on later tokens: no common prefix is used",
         "NO_SOURCE": "fairseq's `net_input` has no source",
         "OUTPUTS": (
-            "the call returns attentions or hidden states: the library's loop collects them, and there is no common "
-            "prefix, which would leave out columns"
+            "the call returns attentions or hidden states: the library's loop collects them, and no common prefix is "
+            "used, because it would leave out columns"
         ),
         "PREFIX_ENDS": "a prefix in fairseq contains the token that ends a sentence",
         "NAN": (
             "logits are NaN after a common prefix: the library computes the prompt again, because torch's attention "
-            "without a mask treats NaN among few keys as hidden. Or scores became NaN after inputs had left the "
-            "batch; NaN counts as the best score, also for these inputs: the library's loop repeats the search"
+            "without a mask, over few keys, treats keys with NaN as if they were masked. The code is also used if "
+            "scores became NaN after inputs had left the batch: the library's loop repeats the search, because NaN "
+            "counts as the best score, for these inputs as well"
         ),
         "PREFIX_OUTDATED": (
-            "inside `fastgen.reusing_prefix`, the model has changed since its prefix was kept: it is computed again"
+            "inside `fastgen.reusing_prefix`, the model has changed since its prefix was kept: the prefix is computed "
+            "again"
         ),
         "RETURN_DICT": (
-            "`return_dict_in_generate`, or a cache that the caller passed: finished inputs stay, because outputs "
-            "and the cache of all rows are returned. Padded prompts get no common prefix, which would change the "
-            "columns of the cache"
+            "`return_dict_in_generate` is set, or the caller passed a cache: finished inputs are kept in the batch, "
+            "because outputs and the cache of all rows are returned. Padded prompts get no common prefix, because it "
+            "would change the columns of the cache"
         ),
-        "SAMPLED_BEAMS": "beams are sampled: finished inputs stay, as random numbers are drawn for all together",
+        "SAMPLED_BEAMS": (
+            "beams are sampled: finished inputs are kept in the batch, because random numbers are drawn for all beams "
+            "together"
+        ),
         "STARTS_WITH_PADDING": "the first token is padding",
-        "STOPPING_CRITERION": "a stopping criterion other than length and end tokens: finished inputs stay",
-        "STREAMER": "a streamer gets a token of each row in each step: finished rows stay",
+        "STOPPING_CRITERION": (
+            "the call has a stopping criterion other than length and end tokens: finished inputs are kept in the batch"
+        ),
+        "STREAMER": "a streamer gets a token of each row in each step: finished rows are kept in the batch",
         "SYNCED_GPUS": "`synced_gpus` is set",
         "TRAINER": (
-            "a trainer of TRL computes itself: images, the auxiliary loss of experts, logits for `compute_metrics`, a "
-            "batch that is split among devices"
+            "a TRL trainer does the computation itself, without fastgen: images, the auxiliary loss of experts, logits "
+            "for `compute_metrics`, a batch that is split among devices"
         ),
         "TORCH_MODE": "a `TorchFunctionMode`, `TorchDispatchMode` or functorch transform is active",
         "AUTOCAST": (
@@ -94,7 +111,8 @@ CODES: dict[str, dict[str, str]] = {
         "ARGUMENT_ROWS": "an argument of the model does not have the prompt's rows",
         "ARGUMENT_TYPE": "an argument of the model has a type whose rows fastgen does not know",
         "GROUP_SIZES_DIFFER": (
-            "groups of equal rows have no common size: one prefill per group, keys stored for each row"
+            "the sizes of the groups of equal rows have no common divisor: the prefill runs once per group, and keys "
+            "are stored for each row"
         ),
         "IMAGES": "an image or video cannot be assigned to an input or its tokens",
         "IMAGES_DIFFER": "equal rows of the prompt have different images or videos",
@@ -107,36 +125,38 @@ CODES: dict[str, dict[str, str]] = {
         "CACHE_LAYERS": "a cache with layers of classes that are not supported",
         "CACHE_OFFLOADED": "a cache that is offloaded to the CPU",
         "CACHE_NOT_EMPTY": (
-            "the cache held keys before the prefill and is a `StaticCache`, has other layers or another number of "
-            "rows; or the model takes one token at a time if it holds some"
+            "the cache held keys before the prefill, and it is a `StaticCache`, or has layers of another class or a "
+            "different number of rows; or the model takes only one token at a time once its cache holds keys"
         ),
         "CACHE_TYPE": "a cache of a class that is not supported",
-        "LAYERS_DIFFER": "the layers of the cache differ in kind, shape, dtype or device: no static cache",
-        "LAYER_EMPTY": "a layer of the cache is empty: no static cache",
+        "LAYERS_DIFFER": "the layers of the cache differ in kind, shape, dtype or device: no static cache is used",
+        "LAYER_EMPTY": "a layer of the cache is empty: no static cache is used",
         "LAYER_TYPE": "layers of this class cannot be shared, and are stored for each row",
-        "MATERIALIZED": "the model materializes its keys: no static cache",
+        "MATERIALIZED": "the model materializes its keys: no static cache is used",
         "MODEL_CACHE": "the model makes its own cache",
         "NO_CACHE": "the model returns no cache, or the call uses none",
-        "REORDERS_ITSELF": "the model reorders its cache itself",
-        "SLIDING_WINDOW": "a sliding window that is shorter than the call: no static cache",
+        "REORDERS_ITSELF": "the model reorders its cache with its own method, `_reorder_cache`",
+        "SLIDING_WINDOW": "a sliding window is shorter than the call: no static cache is used",
         "STATIC_CACHE": "a `StaticCache` stores keys and values for each row",
         "USER_CACHE": (
-            "the caller passed a cache: finished inputs stay, and `reusing_prefix` keeps nothing. The library fills a "
-            "`StaticCache` itself. User code that runs in each step may read the cache: then no step is captured, and "
-            "there are no drafts"
+            "the caller passed a cache: finished inputs are kept in the batch, and `reusing_prefix` keeps nothing. The "
+            "library's own prefill fills a `StaticCache`. User code that runs in each step may read the cache: then no "
+            "step is captured, and there are no drafts"
         ),
     },
     "The model and user code": {
         "COMPILED": "the model or a part of it is compiled, or `compile_config` is set",
         "DECODER": "a decoder of fairseq, or its layers, are of classes that are not supported",
-        "DIFFERS": "on first use, results of the model class differed from those without fastgen: it is left alone",
+        "DIFFERS": (
+            "at first use, results of the model class differed from those without fastgen: the class is left alone"
+        ),
         "ENCODER_ROWS": "the decoder of a fairseq model gets the encoder's output for each row",
         "ENSEMBLE": "fairseq decodes with an ensemble of several models",
-        "ENSEMBLE_TYPE": "fairseq's models are in an ensemble of another class than `EnsembleModel`",
+        "ENSEMBLE_TYPE": "fairseq's models are in an ensemble of a class other than `EnsembleModel`",
         "HOOKS": "the model has forward hooks, which would see fewer rows, and which a replay does not call",
         "FUNCTION_REPLACED": (
-            "a function of torch that chooses tokens or moves rows (`torch.multinomial`, `torch.argmax`) is not "
-            "torch's: the loop is the library's"
+            "a torch function that chooses tokens or moves rows (`torch.multinomial`, `torch.argmax`) has been "
+            "replaced: the library's loop runs"
         ),
         "METHOD_REPLACED": (
             "a method that the loop calls, or the `__call__` of a processor or of a list, is not the library's"
@@ -144,11 +164,11 @@ CODES: dict[str, dict[str, str]] = {
         "MODEL_CHANGED": "user code that runs in each step has changed the model during the call",
         "MODEL_STATE": "the model keeps states of its rows in its modules",
         "PREPARES_INPUTS": (
-            "the model prepares the inputs of a step by a method of its own, which may have a state: no drafts"
+            "the model prepares the inputs of a step with its own method, which may have a state: there are no drafts"
         ),
         "PROCESSOR_BY_ROW": (
-            "a logits processor may know the rows by their batch index, or holds a value for each row: finished "
-            "inputs stay"
+            "a logits processor may know the rows by their batch index, or holds a value for each row: finished inputs "
+            "are kept in the batch"
         ),
         "ROWS_COUPLED": (
             "the rows of a batch influence each other: the model's experts have a capacity, or "
@@ -156,49 +176,52 @@ CODES: dict[str, dict[str, str]] = {
         ),
         "TOKENS_COUPLED": ("the tokens of a forward influence each other: experts take fewer tokens than a draft has"),
         "TRAINING": "a module is in training mode and uses dropout or other randomness, or might use it",
-        "TRANSFORMERS_VERSION": "this version of transformers prepares its steps in another way",
+        "TRANSFORMERS_VERSION": "this version of transformers prepares its steps in a different way",
         "USER_CODE": (
             "code that is not the library's runs in the forward or in each step: it may treat rows differently, and a "
             "replay does not call it"
         ),
-        "FIRST_USE": "code that no test has seen: the call is the library's, and fastgen is compared with it",
+        "FIRST_USE": (
+            "code that no test covers: the library does this call, and fastgen's results are compared with the "
+            "library's"
+        ),
         "VIRTUAL_TOKENS": (
-            "the model puts tokens of its own before the prompt, as PEFT's prompt tuning does: no common prefix"
+            "the model puts tokens of its own before the prompt, as PEFT's prompt tuning does: no common prefix is used"
         ),
         "WEIGHTS_UNREADABLE": (
             "inside `fastgen.reusing_prefix`, the bits of some weights cannot be read: nothing is kept"
         ),
-        "UNVERIFIED": "code that is compared at its first use, and this call cannot be compared",
+        "UNVERIFIED": "the code must be compared at its first use, but this call cannot be compared",
     },
     "Decode steps, operations and vocoders": {
         "ATTENTION": (
-            "the attention is not supported; in transformers, only sdpa and eager are, and for scores with gradients "
-            "only on a CPU"
+            "the attention is not supported; in transformers, only sdpa and eager are supported, and for scores with "
+            "gradients only on a CPU"
         ),
         "CUDA_STREAM": "user code computes on a stream other than the default",
         "CAPTURE_REFUSED": (
-            "an earlier capture of this model (under `FASTGEN_REPEATABLE=1`: of this call) failed, could not be "
-            "prepared (the text has the error) or gave other logits: steps stay eager"
+            "an earlier capture of this model, or of this call under `FASTGEN_REPEATABLE=1`, failed, could not be "
+            "prepared (the text has the error) or gave different logits: steps stay eager"
         ),
         "DEVICE": "the device is neither a CPU nor an NVIDIA GPU",
         "DRAFTS_REFUSED": (
-            "a first forward of several tokens failed, or gave other logits than single steps: no drafts in calls of "
-            "this kind; or a later one failed: no more drafts in this call"
+            "the first forward of several tokens failed, or its logits differed from those of single steps: there are "
+            "no drafts in calls of this kind; or a later one failed: there are no more drafts in this call"
         ),
-        "DTYPE": "oneDNN's convolutions take float32 on a CPU",
+        "DTYPE": "the dtype or device is not supported: oneDNN's convolutions take only float32, on a CPU",
         "ERROR": "an error in fastgen, after which the library did the work",
         "GRAPHS_IN_USE": "another call uses the captured steps of the model",
         "KV_CACHE_TOO_LARGE": "keys and values are larger than what captured graphs may hold",
         "LAYERS": "a vocoder without supported layers, or whose layers all run user code",
-        "MAY_SYNC": "the forward may synchronise with the device: transformers does not mark it as compilable",
+        "MAY_SYNC": "the forward may synchronize with the device: transformers does not mark it as compilable",
         "MIXED": "weights and inputs have several dtypes or devices",
         "NGRAMS_READ": "the dictionaries of the encoder's n-grams were read, and may have been changed",
         "NGRAM_SIZE": "the size of n-grams is not a positive integer",
         "NO_ONEDNN": "this build of torch has no oneDNN",
-        "OUT_OF_MEMORY": "no memory for static buffers",
+        "OUT_OF_MEMORY": "there is not enough memory for static buffers",
         "POSITIONS": (
-            "a table of positions that is too short, or of a kind that is not supported; a model for which a token's "
-            "column matters, not only its position and the mask: no common prefix of padded prompts"
+            "a table of positions is too short, or of a kind that is not supported; or a token's column matters to the "
+            "model, not only its position and the mask: padded prompts get no common prefix"
         ),
         "PROCESSOR_CHANGED": "an n-gram processor was changed after it was made",
         "PROCESSOR_MADE_ELSEWHERE": "an n-gram processor was made while fastgen was off",

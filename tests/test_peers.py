@@ -75,7 +75,7 @@ def test_a_peer_without_a_figure_has_a_reason(run_peers, capsys):
         "refuses float32": "no float32 here",
         "raises float32": "IndexError: list index out of range",
         "ends float32": "ended with status 3: out of memory",
-        "crashes float32": "was ended by SIGSEGV",
+        "crashes float32": "crashed with SIGSEGV",
     }
     assert list(result["seconds"]) == ["fastgen", "stock"] and "no float32 here" in capsys.readouterr().out
 

@@ -48,7 +48,7 @@ def problems(message: str) -> list[str]:
 
 
 def is_verb(word: str) -> bool:
-    """Whether the word may be an imperative: capitalised, not an article or the like, not inflected."""
+    """Whether the word may be an imperative: capitalized, not an article or the like, not inflected."""
     if not re.fullmatch(r"[A-Z][a-z]+(-[a-z]+)?", word) or word in NO_VERB:
         return False
     return word in VERBS_WITH_ENDINGS or word.endswith("ss") or not word.endswith(ENDINGS)

@@ -117,7 +117,7 @@ def _settings_of_generate() -> str:
 
 def _accepted(check: Check) -> str:
     """Returns what a setting accepts, as its message says it; empty for any text."""
-    accepted = re.sub(r"a whole number, (-?\d+) to \d+", r"a whole number from \1 on", check.accepted)
+    accepted = re.sub(r"a whole number, (-?\d+) to \d+", r"a whole number of \1 or more", check.accepted)
     return "" if accepted == "a string" else _escaped(accepted)
 
 

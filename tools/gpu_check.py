@@ -18,7 +18,7 @@ run, and the next call repeats it. The parts, and the seconds that each should t
 It needs torch, transformers and what tests/helpers imports, and neither `make` nor an installed fastgen: a machine
 without a network gets them with `make gpu-carry` (docs/gpu-checks.md). --seconds: no case begins later. --page writes
 tables into a page. Ends with 1 if a case raises or fails, with 2 without a GPU. Not yet run as a whole on a GPU; its
-dry run, with tiny shapes, runs on the tests' twin of a GPU.
+dry run, with tiny shapes, has run on the stand-in for a GPU that the tests use.
 
 Tests: tests/test_gpu_check.py, tests/optimizer/test_cuda_twin.py
 """
@@ -292,8 +292,8 @@ def _rates_cell(cell: float | None) -> str:
 
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "generate": (
-        "Seconds of a first and of a later call, milliseconds of a step, tokens that are those of stock, replayed "
-        "steps, and memory that a call adds:",
+        "Seconds of a first and of a later call, milliseconds of a step, the share of tokens that equal stock's, "
+        "replayed steps, and memory that a call adds:",
         _model_cell,
     ),
     "attention": (
@@ -301,7 +301,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
         lambda way: f"{way['us']:.0f}, {way['error']:.1e}",
     ),
     "rates": (
-        "MB that a prompt stored once must save in a layer, measured and by the rates of an H200:",
+        "MB that a prompt stored once must save in a layer, as measured and according to the rates of an H200:",
         _rates_cell,
     ),
 }

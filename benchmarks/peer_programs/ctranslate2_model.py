@@ -51,7 +51,7 @@ class Converter(TransformersConverter):
 
 
 def convert(task: Task, names: Names) -> str:
-    """Returns the folder of the model in float32; it is quantised when it is loaded."""
+    """Returns the folder of the model in float32; it is quantized when it is loaded."""
     converted = task.folder / "ctranslate2"
     if not converted.exists():
         Converter(task, names).convert(str(converted))

@@ -194,7 +194,7 @@ def _mp3_sources(path: Path) -> Iterator[tuple[int, bool]]:
 
 
 def _opens(file: FileIO, position: int) -> bool:
-    """Whether libsndfile recognises a sound at a position in a file; an MP3 may begin in the middle of a frame."""
+    """Whether libsndfile recognizes a sound at a position in a file; an MP3 may begin in the middle of a frame."""
     import soundfile
 
     file.seek(position)

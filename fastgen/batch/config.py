@@ -236,8 +236,8 @@ class BatchConfig:
 
     batch_tokens: int | None = _size("most tokens per batch, padding and beams counted")
     window: int | None = _size("lines sorted by length together (default: 16 batches; 0: none)", accepts=whole(0))
-    preprocess_workers: int = _size("threads that tokenise ahead (default: 1)", 1, affects=NOTHING)
-    postprocess_workers: int = _size("threads that detokenise (default: 1)", 1, affects=NOTHING)
+    preprocess_workers: int = _size("threads that tokenize ahead (default: 1)", 1, affects=NOTHING)
+    postprocess_workers: int = _size("threads that detokenize (default: 1)", 1, affects=NOTHING)
     n_obs: int | None = _part("only the first N lines (-1: all)", accepts=whole(1, UNSET), per_shard=False, metavar="N")
 
     ray: str | None = _process(

@@ -10,7 +10,7 @@ What is done here:
     writing          a file appears completely or not at all, equal contents become equal bytes, an error has a name
     descriptors      -, /dev/fd/3 and links to them are not opened again: a file behind one would lose its position
 
-INPUT is read twice, however large it is: first for a survey, by which --resume recognises it.
+INPUT is read twice, however large it is: first for a survey, by which --resume recognizes it.
 
 Tests: tests/batch/test_files.py, tests/batch/test_journal.py
 """

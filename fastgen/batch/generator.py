@@ -46,7 +46,7 @@ class Column(list[Any]):
 
 
 class TextGenerator:
-    """Generates for many inputs with the command's pipeline: tokenising, batching by length, recovering from errors.
+    """Generates for many inputs with the command's pipeline: tokenizing, batching by length, recovering from errors.
 
     model: a local folder, a name on the hub, demo, or a model of transformers together with its `tokenizer`, which is
     copied. After a call, each module of this model is in training or evaluation mode as before.

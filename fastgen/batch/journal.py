@@ -6,7 +6,7 @@
 
 At the end the records of these files are sorted by number into a file next to OUTPUT, which is then renamed. A complete
 run leaves OUTPUT.run.json: its signature, which lines it has and which failed, and a digest by which OUTPUT is
-recognised. A retry keeps the signature of the run, by which --resume and --merge recognise OUTPUT.
+recognized. A retry keeps the signature of the run, by which --resume and --merge recognize OUTPUT.
 
 Tests: tests/batch/test_journal.py, tests/batch/test_retry.py, tests/cli/transformers/test_standard_output.py
 """

@@ -1,4 +1,4 @@
-"""The pipeline of a run's stages: read → tokenise → batch → generate → detokenise → write (§4.3 of the paper).
+"""The pipeline of a run's stages: read → tokenize → batch → generate → detokenize → write (§4.3 of the paper).
 
     main thread     the model, and nothing else
     ahead of it     one thread reads, workers prepare, one thread plans and collates batches
@@ -105,7 +105,7 @@ class Prefetcher(Ahead[Batch]):
     ) -> None:
         self._task, self._written, self._collates = task, written, collates
         workers = task.args.preprocess_workers
-        self._workers = ThreadPoolExecutor(workers, "fastgen-tokenise")
+        self._workers = ThreadPoolExecutor(workers, "fastgen-tokenize")
         self._prepared = Ahead(self._submitted(chunks), CHUNKS_PER_WORKER * workers, "fastgen-reader")
         super().__init__(self._collated(plan), BATCHES_AHEAD, "fastgen-planner")
 
@@ -291,7 +291,7 @@ class Pipeline:
         gives_up: bool = True,
     ) -> None:
         self._runner, self._write, self._stop, self._gives_up = runner, write, stop, gives_up
-        self._workers = ThreadPoolExecutor(threads, "fastgen-detokenise")
+        self._workers = ThreadPoolExecutor(threads, "fastgen-detokenize")
         self._most_unfinished = RESULTS_PER_WORKER * threads
         self._unfinished: deque[Future[None]] = deque()
 

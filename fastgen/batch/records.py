@@ -125,7 +125,7 @@ def decode(line: Line) -> str:
 
 
 def _wide_encoding(raw: bytes) -> str | None:
-    """Returns "UTF-16" or "UTF-32", recognised by the byte order mark or the zeros of ASCII letters, or None."""
+    """Returns "UTF-16" or "UTF-32", recognized by the byte order mark or the zeros of ASCII letters, or None."""
     for encoding, marks in WIDE_MARKS.items():
         if raw.startswith(marks):
             return encoding

@@ -28,7 +28,7 @@ from fastgen.ops import cpu_attention, cpu_linear, gelu, layer_norm, lookup, rms
 from fastgen.ops.fusion import fused
 from fastgen.ops.tracing import Diverged, Memory, NotRepeatable, TracedCall, Tracer, memories_of, memory_of
 
-# Operations that allocate without initialising: a replay has the memory already.
+# Operations that allocate without initializing: a replay has the memory already.
 _MAKE_ROOM = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"})
 
 

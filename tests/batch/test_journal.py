@@ -127,7 +127,7 @@ def test_an_output_that_appears_during_a_run_is_not_replaced(tmp_path):
     assert (tmp_path / "out").read_text() == "mine" and (tmp_path / "out.part").exists()
 
 
-def test_a_complete_output_is_recognised_until_a_change(tmp_path):
+def test_a_complete_output_is_recognized_until_a_change(tmp_path):
     output = tmp_path / "out"
     complete(output, 2)
     for overwrite in (False, True):

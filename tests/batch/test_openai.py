@@ -1,4 +1,4 @@
-"""OpenAI's batch format: requests are recognised, settings in bodies are applied, responses have its form."""
+"""OpenAI's batch format: requests are recognized, settings in bodies are applied, responses have its form."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,7 @@ def plain(chat: Path, words: str, seed: int | None = None, **settings: Any) -> t
     return tokenizer.decode(ids[0, length:], skip_special_tokens=True), length, ids.shape[1] - length
 
 
-def test_requests_are_recognised_and_bodies_are_applied(chat, tmp_path, capsys):
+def test_requests_are_recognized_and_bodies_are_applied(chat, tmp_path, capsys):
     requests = [
         request("a", "word1 word2", max_tokens=3),
         request("b", "word3", max_completion_tokens=8, temperature=0),

@@ -81,7 +81,7 @@ def test_a_prefetcher_that_is_stopped_leaves_no_threads():
     ahead = prefetcher(items, 1000)
     next(iter(ahead))
     ahead.stop()
-    for name in ("fastgen-reader", "fastgen-planner", "fastgen-tokenise"):
+    for name in ("fastgen-reader", "fastgen-planner", "fastgen-tokenize"):
         wait_until(lambda name=name: not threads(name))
 
 
@@ -184,5 +184,5 @@ def test_a_killed_pipeline_does_not_wait_for_a_write(blocked):
     pipeline.kill()  # returns, although nothing can be written
     assert written == []
     resume.set()
-    wait_until(lambda: not threads("fastgen-detokenise"))
+    wait_until(lambda: not threads("fastgen-detokenize"))
     assert written in ([], [0], [0, 1], [0, 1, 2])

@@ -172,7 +172,7 @@ def test_beams_of_a_mixture_of_experts_are_not_captured_in_fp32():
 
 
 class Failing(graphs.CudaCapture):
-    """A capture that synchronises, which no check foresees."""
+    """A capture that synchronizes, which no check foresees."""
 
     def capture(self, run, rewind):
         def failing():

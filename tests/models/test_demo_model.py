@@ -112,7 +112,7 @@ def test_training_batches_leave_out_the_excluded_lines(tokenizer):
     assert seen <= set(drawn) - excluded
 
 
-def test_untrained_first_layer_looks_at_the_neighbours(tokenizer):
+def test_untrained_first_layer_looks_at_the_neighbors(tokenizer):
     from tools.demo_model.train import build_model
 
     torch.manual_seed(0)

@@ -121,7 +121,7 @@ def script(path: Path, text: str) -> str:
 
 @pytest.fixture
 def quick_compilers(tmp_path, monkeypatch):
-    """The compilers of this machine under their names; they leave out optimisations, about which no build decides."""
+    """The compilers of this machine under their names; they leave out optimizations, about which no build decides."""
     for name in ("cc", "gcc", "c++", "g++"):
         if path := shutil.which(name):
             script(tmp_path / "compilers" / name, f'exec {path} "$@" -O0')

@@ -207,6 +207,6 @@ def test_a_dry_run_of_gpu_check_writes_each_part(library, tmp_path):
         assert cell["replayed"] and (cell["equal"] == 4 or "bfloat16" in case)
     assert all(ways.keys() == {"stock", "torch's products", "fastgen"} for ways in results["attention"].values())
     assert "no-repeat n-gram (CUDA: " in page
-    assert results["rates"].keys() == {"eager", "in a graph"} and "by the rates of an H200" in page
+    assert results["rates"].keys() == {"eager", "in a graph"} and "according to the rates of an H200" in page
     assert results["tests"]["all"]["status"] == 0 and "1 passed" in page
     assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page and "dry run" in page

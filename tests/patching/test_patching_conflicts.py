@@ -125,7 +125,7 @@ def test_a_patch_on_top_stays_and_ours_passes_through(host, fast):
     assert host.function(1) == ("top", ("top", ("fast", 1)))
 
 
-def test_a_patch_on_top_that_hides_ours_is_recognised(host, fast):
+def test_a_patch_on_top_that_hides_ours_is_recognized(host, fast):
     patch_set = armed(make_patch(f"{host.__name__}:function", fast))
     ours = host.function
     host.function = lambda *args: ("top", ours(*args))

@@ -107,7 +107,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> BartForConditionalGenerat
 
 
 def initialize_positions(model: BartForConditionalGeneration) -> None:
-    """Sets positions to fixed sines, and the first layers to look at the neighbours of a token.
+    """Sets positions to fixed sines, and the first layers to look at the neighbors of a token.
 
     Reading a digit takes the digits around it, anywhere in a line. A model that begins with this needs a fraction of
     the training; all weights but the positions are trained afterwards.

@@ -107,7 +107,7 @@ def install(combination: Combination) -> Path:
     """Installs a combination; returns the Python of the environment."""
     interpreter = f"python{combination.python}"
     if shutil.which(interpreter) is None:
-        raise CannotInstall(f"no {interpreter} on this machine")
+        raise CannotInstall(f"there was no Python {combination.python}")
     shutil.rmtree(ENVIRONMENT, ignore_errors=True)
     call(interpreter, "-m", "venv", ENVIRONMENT, PYENV_VERSION=combination.python)  # for an interpreter of pyenv
     python = ENVIRONMENT / "bin" / "python"
@@ -158,7 +158,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         row = rows_by_name.get(combination.name, {"python": combination.python, "reason": "not yet"})
         when = f"{row['date']}, {row['cpu']}" if "date" in row else ""
         if "reason" in row:
-            why = f"{combination.torch}, {combination.transformers} did not run: {row['reason']}"
+            why = f"{combination.torch}, {combination.transformers}, not run: {row['reason']}"
             lines.append(f"| {row['python']} | {why} | | | | | | | {when} |")
             continue
         cells = [*(row[name] or "–" for name in ("python", *PACKAGES, "fairseq")), row["passed"], row["skipped"]]

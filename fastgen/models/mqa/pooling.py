@@ -25,7 +25,7 @@ PROJECTIONS = ("k_proj", "v_proj", "k", "v")
 
 
 def pool_kv_heads(model: PreTrainedModel, num_key_value_heads: int) -> PreTrainedModel:
-    """Returns a model with `num_key_value_heads` key heads in every attention layer, each the mean of its neighbours.
+    """Returns a model with `num_key_value_heads` key heads in every attention layer, each the mean of its neighbors.
 
     model: a multi-query Transformer, BART or T5 for conditional generation, or a model like Llama, whose configuration
     has `num_key_value_heads`, and whose layers have projections `k_proj` and `v_proj`. It is not changed. The result

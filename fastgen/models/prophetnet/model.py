@@ -129,7 +129,7 @@ def _encoder_config(args: Namespace) -> TransformerConfig:
 
 
 def _initialize(module: nn.Module) -> None:
-    """Initialises weights like BERT and the authors: normal with standard deviation 0.02, biases 0."""
+    """Initializes weights like BERT and the authors: normal with standard deviation 0.02, biases 0."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:

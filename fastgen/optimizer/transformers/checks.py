@@ -430,7 +430,7 @@ class CallChecks:
             ("TRANSFORMERS_VERSION", "transformers before 5.17 has other static caches", not compat.LAYERS_ARE_KNOWN),
             ("NO_CACHE", "use_cache is not set", not arguments.get("use_cache")),
             ("USER_CACHE", READ, self._cache_is_read),
-            ("MAY_SYNC", f"{name}.forward may synchronise with the device (not _can_compile_fullgraph)", waits),
+            ("MAY_SYNC", f"{name}.forward may synchronize with the device (not _can_compile_fullgraph)", waits),
             self._attention_reasons,
             ("QUANTIZED", "the model is quantized", getattr(model, "hf_quantizer", None) is not None),
             self._coupled_products,

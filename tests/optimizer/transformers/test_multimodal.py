@@ -266,7 +266,7 @@ def test_images_after_and_inside_a_common_prefix(make, inputs, length, saved, ar
 
 @pytest.mark.parametrize("order", (1, -1))
 def test_a_prefix_that_sees_later_tokens_is_left_alone(order):
-    """Gemma 3 lets neighbours of type 1 see each other."""
+    """Gemma 3 lets neighbors of type 1 see each other."""
     model, options = ready(partial(gemma3, window=60)), TOKENS_ONLY | {"max_new_tokens": 5, "do_sample": False}
     inputs = alike(text(14, 14, 14), 8)
     causal = torch.zeros_like(inputs["input_ids"])

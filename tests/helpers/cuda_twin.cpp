@@ -52,6 +52,9 @@ bool generator_is_capturing = false;  // the state of the default generator
 std::map<int64_t, std::shared_ptr<Graph>> graphs;
 thread_local std::shared_ptr<Graph> recording;
 
+// Kernels of a draw of one sample in CUDA: noise, division and argmax; the rest checks the probabilities.
+constexpr int64_t MULTINOMIAL = 14;
+
 const std::set<std::string> NO_LAUNCH = {"empty", "empty_strided", "resize_", "set_", "_local_scalar_dense"};
 const std::set<std::string> WAITS = {
     "_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_consecutive", "unique_dim",
@@ -192,7 +195,7 @@ void count(const std::string& name, const c10::FunctionSchema& schema, const Sta
       "Offset increment outside graph capture encountered unexpectedly (", name, ")");
   if (NO_LAUNCH.count(name) || is_view(schema)) return;
   std::lock_guard<std::mutex> held(lock);
-  ++launches[name];
+  launches[name] += name == "multinomial" ? MULTINOMIAL : 1;
 }
 
 void call(const OperatorHandle& operation, Stack& stack) {

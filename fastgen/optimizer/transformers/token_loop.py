@@ -9,6 +9,7 @@ tests/optimizer/transformers/test_refused_calls.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -136,7 +137,8 @@ def _can_end_early(input_ids: Tensor, stopping_criteria: Any, config: Any) -> bo
     """
     has_end = any(type(criterion) is EosTokenCriteria for criterion in stopping_criteria)
     several = input_ids.shape[0] > 1 and input_ids.device.type == "cpu"
-    return has_end and several and (not config.do_sample or (config.no_repeat_ngram_size != 1 and _draws_as_torch()))
+    draws = not config.do_sample or (config.no_repeat_ngram_size != 1 and _draws_as_torch(input_ids.device))
+    return has_end and several and draws
 
 
 class TokenLoop:
@@ -145,8 +147,9 @@ class TokenLoop:
     input_ids: the tokens of the rows in the batch, `[rows, length]`; unfinished: whether each has not ended, bool
     `[rows]`; row_index: their indices among all_rows rows. finished: indices and tokens of the batch before each
     compaction. late_stop: reads the end one step late, so that the host does not wait for the device, or None.
-    draws_itself: whether tokens are drawn with `_draw`. drew_for_padding: whether a padding token was fed and a token
-    drawn from its logits. criteria, lengths: the stopping criteria; those of the length are evaluated on the host.
+    draws_itself: whether tokens are drawn with `_draw` or `_draw_on_gpu`. drew_for_padding: whether a padding token was
+    fed and a token drawn from its logits. criteria, lengths: the stopping criteria; those of the length are evaluated
+    on the host.
     """
 
     def __init__(self, input_ids: Tensor, config: Any, step: TransformersDecodeStep, compacts: bool) -> None:
@@ -161,8 +164,8 @@ class TokenLoop:
         self.outputs = Outputs(config)
         self.late_stop = LateStopCheck(device) if step.stops_late else None
         self.drew_for_padding = False
-        self.draws_itself = config.do_sample and device.type == "cpu" and _draws_as_torch()
         is_cuda = device.type == "cuda"
+        self.draws_itself = config.do_sample and (is_cuda or device.type == "cpu") and _draws_as_torch(device)
         self.random = torch.cuda.default_generators[device.index] if is_cuda else torch.default_generator
 
     def run(self, stopping_criteria: Any, streamer: Any = None) -> Any:
@@ -243,6 +246,8 @@ class TokenLoop:
         """Draws a token per row from probabilities `[rows, vocabulary_size]`; any token for a row that gets padding."""
         if not self.draws_itself or probs.shape[:-1] != self.unfinished.shape:
             return torch.multinomial(probs, num_samples=1).squeeze(1)
+        if probs.is_cuda:
+            return _draw_on_gpu(probs)
         live = self.unfinished if self.pads else torch.ones_like(self.unfinished)
         all_unfinished = len(probs) == self.all_rows and bool(live.all())
         is_small = all_unfinished and probs.numel() < MIN_ELEMENTS_TO_DRAW
@@ -307,14 +312,29 @@ def _draw(probs: Tensor, rows: int, row_index: Tensor) -> Tensor:
     return (probs / noise).argmax(dim=-1)
 
 
+def _draw_on_gpu(probs: Tensor) -> Tensor:
+    """Draws what `torch.multinomial` draws from softmax's probabilities `[rows, vocabulary_size]`.
+
+    torch checks the largest and the smallest number and the sum of each row in eleven kernels. Softmax gives
+    probabilities or, for logits that are not finite, NaN, which one sum shows.
+    """
+    torch._assert_async(probs.sum() < math.inf, "probabilities to draw from are not finite")
+    noise = torch.empty_like(probs).exponential_()
+    return torch.div(probs, noise, out=noise).argmax(dim=-1)
+
+
 @probe("this torch draws samples in another way")
-def _draws_as_torch() -> bool:
-    """Whether this version of torch draws one sample per row as `_draw` does."""
-    probs = torch.rand(6, 3000).softmax(dim=-1)
-    rows = torch.tensor([1, 2, 4])
-    state = torch.get_rng_state()
-    expected = torch.multinomial(probs, num_samples=1).squeeze(1)
-    expected_state = torch.get_rng_state()
-    torch.set_rng_state(state)
-    tokens = _draw(probs[rows], 6, rows)
-    return torch.equal(tokens, expected[rows]) and torch.equal(torch.get_rng_state(), expected_state)
+def _draws_as_torch(device: torch.device) -> bool:
+    """Whether this version of torch draws one sample per row as `_draw` does on a CPU, or `_draw_on_gpu`."""
+    random = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
+    probs = torch.rand(6, 3000).softmax(dim=-1).to(device)
+    rows = torch.tensor([1, 2, 4], device=device)
+    state = random.get_state()
+    try:
+        expected = torch.multinomial(probs, num_samples=1).squeeze(1)[rows]
+        expected_state = random.get_state()
+        random.set_state(state)
+        tokens = _draw(probs[rows], 6, rows) if device.type == "cpu" else _draw_on_gpu(probs)[rows]
+        return torch.equal(tokens, expected) and torch.equal(random.get_state(), expected_state)
+    finally:
+        random.set_state(state)

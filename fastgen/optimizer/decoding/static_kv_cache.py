@@ -179,12 +179,13 @@ class StaticKVCache(Segments):
         self.prompt_lengths = [0] * len(self.prompts)
         self.dropped: Sequence[int] = [0] * self.growing
         self.capacity = self.buffers[0].shape[3]
-        self._ahead = torch.arange(MOST_TOKENS, device=self.buffers[0].device)
-        self.write_positions = torch.zeros_like(self._ahead)
+        # What `advance` sets in one launch, and what it is when nothing is generated.
+        self._counted = torch.zeros(MOST_TOKENS + self.growing, dtype=torch.int64, device=self.buffers[0].device)
+        self._at_first = torch.zeros_like(self._counted)
+        torch.arange(MOST_TOKENS, out=self._at_first[:MOST_TOKENS])
+        self.write_positions, self.seq_lengths = self._counted[:MOST_TOKENS], self._counted[MOST_TOKENS:]
         self.write_position = self.write_positions[:1]
-        self.seq_lengths = self.write_position.repeat(self.growing)
         self.first_positions = torch.zeros_like(self.seq_lengths)
-        self._starts = torch.zeros_like(self.seq_lengths)
         self.bounds: list[Bounds | None] = [None] * len(self.prompts)
         self._ancestors: Ancestors | None = None
         if self.write_position.is_cuda:
@@ -213,7 +214,7 @@ class StaticKVCache(Segments):
             self.paddings[layers] = [padding] * count
             if first < self.growing:
                 self.first_positions[layers] = padding
-                self._starts[layers] = length + self.dropped[first]
+                self._at_first[MOST_TOKENS:][layers] = length + self.dropped[first]
         self.padding = max(self.paddings)
         self.unmoved, self.generated_length = content.unmoved, content.generated_length
         self.states.load(content.states)
@@ -229,8 +230,7 @@ class StaticKVCache(Segments):
         if count and self.states.tensors:
             self.states.commit()
         self.generated_length += count
-        torch.add(self._ahead, self.generated_length, out=self.write_positions)
-        torch.add(self._starts, self.generated_length, out=self.seq_lengths)
+        torch.add(self._at_first, self.generated_length, out=self._counted)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Appends positions of each row, `[rows, kv_heads, 1 to MOST_TOKENS, head_dim]`, to a layer.

@@ -73,7 +73,9 @@ class Peer:
 _ENCODER_DECODERS = ("bart-beam4", "t5-beam4", "whisper-beam5")
 _DECODER_ONLY = ("gpt2-beam4", "gpt2-sample16", "llama-sample16", "prefix-sample4", "prefix-greedy")
 _CTRANSLATE2 = {
-    "llama-sample16": "one call takes more than 90 s: prompts beyond the shortest are decoded token by token",
+    "llama-sample16": (
+        "one call takes more than 90 s: prompt tokens beyond the length of the shortest prompt are decoded one by one"
+    ),
     "recordings": "processes windows of 30 s; faster-whisper cuts recordings into such windows for CTranslate2",
 }
 _OPENVINO = dict.fromkeys(_DECODER_ONLY, "not measured: vLLM already represents continuous batching here") | {

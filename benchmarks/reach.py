@@ -218,7 +218,7 @@ CASES = {
         "samples8-scores": Case("8 samples, `output_scores`", SAMPLES | WITH_SCORES),
         "greedy-dict": Case("greedy, `output_scores`", GREEDY | WITH_SCORES),
         "sampled-beams": Case("beam 4 with `do_sample`", BEAMS | {"do_sample": True}),
-        "beam4-criterion": Case("beam 4, a stopping criterion of the program", BEAMS, (criterion,)),
+        "beam4-criterion": Case("beam 4, a stopping criterion of your own", BEAMS, (criterion,)),
         "beam4-stop-strings": Case("beam 4, `stop_strings`", BEAMS, (stop_strings,)),
         "greedy-streamer": Case("greedy, a streamer", GREEDY, (streamer,)),
         "greedy-chat": Case("greedy, a `DynamicCache` with 448 of 512 tokens", GREEDY, (cache,), length=512),

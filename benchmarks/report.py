@@ -130,7 +130,7 @@ def drafts_table(measured: Mapping[str, Any]) -> str:
         seconds, alone = result["seconds"], result["ratios"]["fastgen without drafts"]
         cells = [f"{seconds[way]:.2f} s" if way in seconds else "–" for way in ways]
         rows.append([words[result["case"]], *cells, f"**{alone:.2f}×**", f"{result['ratios']['stock']:.2f}×"])
-    return table(("workload", *ways, "than without drafts", "than stock"), rows)
+    return table(("workload", *ways, "over fastgen without drafts", "over stock"), rows)
 
 
 def reach_table(measured: Mapping[str, Any]) -> str:
@@ -148,7 +148,7 @@ def reach_table(measured: Mapping[str, Any]) -> str:
 def mqa_table(measured: Mapping[str, Any]) -> str:
     results = measured["results"]
     rows = [[result["case"], *stage_cells(result), to_multi_head(result, results)] for result in results]
-    head = ("attention", *results[0]["microseconds"]["stock"], "beam 4, than multi-head in stock")
+    head = ("attention", *results[0]["microseconds"]["stock"], "beam 4, faster than multi-head in stock")
     return f"{results[0]['batch']} inputs of 128 tokens, 128 new tokens.\n\n{table(head, rows)}"
 
 
@@ -201,8 +201,8 @@ def peers_tables(measured: Mapping[str, Any]) -> str:
     turns = sorted(len(result["turns"]["fastgen"]) for result in results)
     numbers = " to ".join(map(str, sorted({turns[0], turns[-1]})))
     text = paragraph(
-        f"Each workload in one run, 2 threads, medians of {numbers} turns: "
-        f"{', '.join(f'{name} {number}' for name, number in sorted(versions.items()))}."
+        f"All engines of a workload were measured in one run, with 2 threads; times are medians of {numbers} turns. "
+        f"Versions: {', '.join(f'{name} {number}' for name, number in sorted(versions.items()))}."
     )
     ways = dict.fromkeys(way for result in results for way in result["seconds"])
     columns = sorted(ways, key=lambda way: (way != "stock", is_peer(way)))
@@ -249,14 +249,15 @@ QUESTIONS = (
         "Models that people run",
         "models",
         "Models at the depth and width of their published weights; 32 new tokens unless another number is named. "
-        "transformers has its default settings: on a CPU it compiles nothing for a static cache, which on one machine "
-        "took 1–7 % less time with a Llama-like model and 4 beams. *memory*: what a call adds to the memory of the "
-        "model. *equal*: in bfloat16 results may differ by rounding, and those of models with random weights do.",
+        "transformers runs with its default settings: on a CPU it does not compile a model for a static cache. On one "
+        "machine, a static cache took 1–7 % less time than the default cache with a Llama-like model and 4 beams. "
+        "*memory*: what a call adds to the memory of the model. *equal*: in bfloat16 results may differ by rounding, "
+        "and those of models with random weights do.",
     ),
     (
         "Calls of `generate`",
         "generate",
-        "Beam search, sampling and greedy decoding of transformers. *CTranslate2*: the same call in that engine, in "
+        "Beam search, sampling and greedy decoding in transformers. *CTranslate2*: the same call in that engine, in "
         "float32.",
     ),
     (
@@ -264,8 +265,8 @@ QUESTIONS = (
         "reach",
         "Calls as programs make them: one prompt of 256 tokens (a chat: 512), 32 new tokens, a Llama-like model of 6 "
         "layers × 512 unless another is named; CPU time of one thread, without drafts. *output*: tokens, and scores to "
-        "1e-4 where they are returned. *why not more*: the first [reason](reasons.md) other than a decision, and the "
-        "part of the call that it affects.",
+        "1e-4 where they are returned. *why not more*: the first [reason](reasons.md), and the part of the call that "
+        "it affects; decisions (to do it would not save time, or a switch forbids it) are left out.",
     ),
     (
         "Common prefixes",
@@ -294,8 +295,8 @@ QUESTIONS = (
         "drafts",
         "Outputs that copy parts of their input ([how-it-works.md](how-it-works.md#drafts)). A logits processor forces "
         "the text of GPT-2 and Llama: runs of 4 to 40 tokens of the prompt, and other tokens. Tokens are equal. "
-        "*prompt lookup* is transformers' own. Last columns: how much faster fastgen is than "
-        "without drafts, and than stock.",
+        "*prompt lookup* is transformers' own. Last columns: fastgen's speedup over fastgen without drafts, and over "
+        "stock.",
     ),
     (
         "Constrained beam search",
@@ -320,8 +321,9 @@ QUESTIONS = (
     (
         "Other engines",
         "peers",
-        "Other engines, called *peers*, run with the same weights, lengths and threads, in the same turns. In "
-        "brackets: rows with stock's tokens, if nothing is sampled. **Bold**: faster than fastgen in float32. "
+        "Other engines, called *peers*, run with the same weights, lengths and threads, and take turns with stock "
+        "and fastgen in the same measurement. In brackets: rows with stock's tokens, if nothing is sampled. **Bold**: "
+        "faster than fastgen in float32. "
         "[Compared with](compared-with.md) says when to use them instead.",
     ),
 )

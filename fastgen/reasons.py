@@ -31,15 +31,18 @@ CODES: dict[str, dict[str, str]] = {
             "the call has more than eight rows: the first row whose draft fails would end the draft of all rows"
         ),
         "NOT_WORTH_CAPTURING": "replays would save less than the capture costs, or too few steps are left",
-        "NOTHING_REPEATED": "no draft was worth a forward: the text repeated too little of its input and of itself",
+        "NOTHING_REPEATED": (
+            "no draft was worth a forward pass: the text repeated too little of its input and of itself"
+        ),
         "ONE_ROW_PER_INPUT": "the call has neither beams nor several samples, and the caller repeats no row",
         "PREFIX_SHORT": (
-            "the common prefix of prompts, or the kept part of a prompt, is too short to be worth a forward of its own"
+            "the common prefix of prompts, or the kept part of a prompt, is too short to be worth a forward pass of "
+            "its own"
         ),
         "SHARE_NEVER": "nothing is shared under `FASTGEN_SHARE=never`",
         "TOO_SMALL": (
-            "a prefill once per input saves less than it costs (the detail has both, in milliseconds), or the call is "
-            "so short and the model so small that no optimization can save as much as fastgen costs; there are no "
+            "a prefill once per input saves less than it costs (the detail shows both, in milliseconds), or the call "
+            "is so short and the model so small that no optimization can save as much as fastgen costs; there are no "
             "drafts for a model whose steps take at least four times as long in Python as in kernels"
         ),
     },
@@ -101,8 +104,8 @@ CODES: dict[str, dict[str, str]] = {
         ),
         "TORCH_MODE": "a `TorchFunctionMode`, `TorchDispatchMode` or functorch transform is active",
         "AUTOCAST": (
-            "autocast is on, or is entered inside the forward, as in models that accelerate has prepared with mixed "
-            "precision"
+            "autocast is on, or is entered inside the forward pass, as in models that accelerate has prepared with "
+            "mixed precision"
         ),
         "GRADIENTS": "autograd records the call: gradients are enabled",
     },
@@ -146,7 +149,7 @@ CODES: dict[str, dict[str, str]] = {
     },
     "The model and user code": {
         "COMPILED": "the model or a part of it is compiled, or `compile_config` is set",
-        "DECODER": "a decoder of fairseq, or its layers, are of classes that are not supported",
+        "DECODER": "fairseq's decoder, or its layers, are of classes that are not supported",
         "DIFFERS": (
             "at first use, results of the model class differed from those without fastgen: the class is left alone"
         ),
@@ -159,7 +162,8 @@ CODES: dict[str, dict[str, str]] = {
             "replaced: the library's loop runs"
         ),
         "METHOD_REPLACED": (
-            "a method that the loop calls, or the `__call__` of a processor or of a list, is not the library's"
+            "a method that the loop calls, or the `__call__` of a processor or of a processor list, is not the "
+            "library's"
         ),
         "MODEL_CHANGED": "user code that runs in each step has changed the model during the call",
         "MODEL_STATE": "the model keeps states of its rows in its modules",
@@ -174,12 +178,14 @@ CODES: dict[str, dict[str, str]] = {
             "the rows of a batch influence each other: the model's experts have a capacity, or "
             "its products are quantized dynamically by torch, with one scale for all rows"
         ),
-        "TOKENS_COUPLED": ("the tokens of a forward influence each other: experts take fewer tokens than a draft has"),
+        "TOKENS_COUPLED": (
+            "the tokens of a forward pass influence each other: experts take fewer tokens than a draft has"
+        ),
         "TRAINING": "a module is in training mode and uses dropout or other randomness, or might use it",
         "TRANSFORMERS_VERSION": "this version of transformers prepares its steps in a different way",
         "USER_CODE": (
-            "code that is not the library's runs in the forward or in each step: it may treat rows differently, and a "
-            "replay does not call it"
+            "code that is not the library's runs in the forward pass or in each step: it may treat rows differently, "
+            "and a replay does not call it"
         ),
         "FIRST_USE": (
             "code that no test covers: the library does this call, and fastgen's results are compared with the "
@@ -195,25 +201,25 @@ CODES: dict[str, dict[str, str]] = {
     },
     "Decode steps, operations and vocoders": {
         "ATTENTION": (
-            "the attention is not supported; in transformers, only sdpa and eager are supported, and for scores with "
-            "gradients only on a CPU"
+            "the attention is not supported: in transformers, only sdpa and eager are, and scoring with gradients is "
+            "supported only on a CPU"
         ),
         "CUDA_STREAM": "user code computes on a stream other than the default",
         "CAPTURE_REFUSED": (
             "an earlier capture of this model, or of this call under `FASTGEN_REPEATABLE=1`, failed, could not be "
-            "prepared (the text has the error) or gave different logits: steps stay eager"
+            "prepared (the text shows the error) or gave different logits: steps stay eager"
         ),
         "DEVICE": "the device is neither a CPU nor an NVIDIA GPU",
         "DRAFTS_REFUSED": (
-            "the first forward of several tokens failed, or its logits differed from those of single steps: there are "
-            "no drafts in calls of this kind; or a later one failed: there are no more drafts in this call"
+            "the first forward pass over several tokens failed, or its logits differed from those of single steps: "
+            "there are no drafts in calls of this kind; or a later one failed: there are no more drafts in this call"
         ),
         "DTYPE": "the dtype or device is not supported: oneDNN's convolutions take only float32, on a CPU",
         "ERROR": "an error in fastgen, after which the library did the work",
         "GRAPHS_IN_USE": "another call uses the captured steps of the model",
         "KV_CACHE_TOO_LARGE": "keys and values are larger than what captured graphs may hold",
         "LAYERS": "a vocoder without supported layers, or whose layers all run user code",
-        "MAY_SYNC": "the forward may synchronize with the device: transformers does not mark it as compilable",
+        "MAY_SYNC": "the forward pass may synchronize with the device: transformers does not mark it as compilable",
         "MIXED": "weights and inputs have several dtypes or devices",
         "NGRAMS_READ": "the dictionaries of the encoder's n-grams were read, and may have been changed",
         "NGRAM_SIZE": "the size of n-grams is not a positive integer",

@@ -107,7 +107,7 @@ def install(combination: Combination) -> Path:
     """Installs a combination; returns the Python of the environment."""
     interpreter = f"python{combination.python}"
     if shutil.which(interpreter) is None:
-        raise CannotInstall(f"there was no Python {combination.python}")
+        raise CannotInstall(f"Python {combination.python} was not available")
     shutil.rmtree(ENVIRONMENT, ignore_errors=True)
     call(interpreter, "-m", "venv", ENVIRONMENT, PYENV_VERSION=combination.python)  # for an interpreter of pyenv
     python = ENVIRONMENT / "bin" / "python"

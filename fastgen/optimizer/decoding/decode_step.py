@@ -39,7 +39,12 @@ from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 
 
 class EagerSteps:
-    """Steps over the loop's own cache. ahead: the number of its last positions whose tokens do not count yet."""
+    """Steps over the loop's own cache. ahead: the number of its last positions whose tokens do not count yet.
+
+    Drafts ask a mode: `path`, how a forward of `size` tokens would run ("eager", "replay", or "static", without a
+    replay); `room`, the most tokens that one may have, if `left` may follow; `want` notes that a captured step of this
+    size would have been used; `drop` removes positions that do not count.
+    """
 
     cache: StaticKVCache | None = None
 
@@ -68,8 +73,8 @@ class EagerSteps:
     def drop_captures(self) -> None:
         pass
 
-    def room(self) -> int | None:
-        return None
+    def room(self, left: int) -> int:
+        return left
 
     def advance(self) -> None:
         self.ahead -= 1
@@ -119,8 +124,8 @@ class StaticSteps:
         """Ends all replays, because the model's steps are captured no more."""
         self.graph.drop()
 
-    def room(self) -> int:
-        return int(self.cache.capacity - self.cache.generated_length)
+    def room(self, left: int) -> int:
+        return min(left, int(self.cache.capacity - self.cache.generated_length))
 
     def advance(self) -> None:
         self.cache.advance()

@@ -34,7 +34,7 @@ from fastgen.optimizer.decoding.report import COMPACTION, STEPS, LeaveAlone, Rea
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 from fastgen.optimizer.transformers import compat, kv_layers, row_groups, state_layers
 from fastgen.optimizer.transformers.checks import CallChecks, HostModel
-from fastgen.optimizer.transformers.drafts import MASKS, DraftedSteps, cache_of, inputs_ahead
+from fastgen.optimizer.transformers.drafts import MASKS, DraftedSteps, inputs_ahead
 
 # Arguments of a forward.
 MASK, ENCODED = "attention_mask", "encoder_outputs"
@@ -153,40 +153,6 @@ class TransformersDecodeStep(DecodeStep):
             rollback.callback(undo_of_tensors(self.model.modules()))
             rollback.callback(undo_of_random_numbers(only_torch=True))
         return rollback
-
-    def room(self, tokens: Tensor) -> int:
-        """Returns the most tokens per row that a forward may have now."""
-        left = self.max_length - tokens.shape[1]
-        room = self.mode.room()
-        return left if room is None else min(left, room)
-
-    def path(self, size: int) -> str:
-        """Returns how a forward of `size` would run: "eager", "replay", or "static", without a replay."""
-        return self.mode.path(size)
-
-    def is_static(self) -> bool:
-        """Whether steps use a static cache."""
-        return self.mode.cache is not None
-
-    def want(self, size: int) -> None:
-        """Notes that a captured step of `size` tokens would have been used."""
-        self.mode.want(size)
-
-    def drop(self) -> None:
-        """Drops the positions of a forward that do not count."""
-        self.mode.drop(self)
-
-    def seconds(self) -> tuple[float, float]:
-        """Returns the seconds of a step, and of its replay, on a CPU: nowhere else are there drafts."""
-        costs = self.call.costs
-        work = size_of(self.model, self.checks.known_code).step(self.rows)
-        return costs.seconds(work), costs.seconds(work.without_modules)
-
-    def reasons_against_drafts(self, tokens: Tensor) -> list[Reason]:
-        """Returns why this call has no drafts; called after the prefill."""
-        cache = cache_of(self)
-        length = 0 if cache is None else kv_layers.length_of(cache) or 0
-        return self.checks.drafts(length + self.max_length - tokens.shape[1])
 
     def version(self) -> int:
         """Returns a number that changes if user code changes weights in place."""

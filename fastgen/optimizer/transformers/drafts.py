@@ -32,7 +32,7 @@ from transformers.cache_utils import Cache
 
 from fastgen.models.cache_names import CACHE_NAMES
 from fastgen.optimizer.decoding.captures import CapturePolicy
-from fastgen.optimizer.decoding.cost_model import ForwardTimes
+from fastgen.optimizer.decoding.cost_model import ForwardTimes, size_of
 from fastgen.optimizer.decoding.drafts import Drafts, Text
 from fastgen.optimizer.decoding.graphs import differs_sync
 from fastgen.optimizer.decoding.report import DRAFTS, MODEL_CHANGED, LeaveAlone, Reason, check
@@ -83,9 +83,10 @@ class Checked:
 class DraftedSteps:
     """Gives the logits of each step of a loop, some of them from the forward of an earlier step.
 
-    step: the `TransformersDecodeStep`. Drafts only call its methods: `outputs_of` a draft, then `advance` for each
-    token that the loop takes, and `drop`; `next_logits` of a single step. checked: the last draft, if its logits are
-    not used up. trial: the draft that is compared with single steps.
+    step: the `TransformersDecodeStep`. Drafts call six of its methods: `outputs_of` a draft, inside of `attempt`, and
+    `advance` for each token that the loop takes; `next_logits` of a single step; `has_changed` and `version`. Its mode
+    says how forwards run, and drops positions. checked: the last draft, if its logits are not used up. trial: the draft
+    that is compared with single steps.
     """
 
     def __init__(self, step: Any, sources: list[list[int]]) -> None:
@@ -102,7 +103,7 @@ class DraftedSteps:
     @property
     def kind(self) -> Kind:
         """The kind of a forward now: with such arguments, and with a static cache or the loop's own."""
-        is_static = self.step.is_static()
+        is_static = self.step.mode.cache is not None
         if is_static not in self._kinds:
             self._kinds[is_static] = DRAFTS, is_static, _kind_of_call(self.step)
         return self._kinds[is_static]
@@ -150,7 +151,7 @@ class DraftedSteps:
     def settle(self) -> None:
         """Drops positions of the cache whose tokens the loop has not taken."""
         if self.checked is not None:
-            self.step.drop()
+            self.step.mode.drop(self.step)
         self.checked = None
 
     def compact(self, rows: list[int]) -> None:
@@ -180,31 +181,34 @@ class DraftedSteps:
 
     def _cost(self, rows: int, size: int) -> float:
         """Returns what a forward of `size` tokens per row takes, in steps of one token, if both run alike."""
-        path = "replay" if self.step.is_static() else "eager"
+        path = "eager" if self.step.mode.cache is None else "replay"
         times = self._times_of(self.kind) if self.policy.remembers else None
         return self.call.costs.steps_of_forward(rows, size, times, path)
 
     def _overhead(self, size: int) -> float:
         """Returns by what factor a forward takes longer because it is not a replay, as steps of one token are."""
-        if self.step.path(size) == "replay":
+        if self.step.mode.path(size) == "replay":
             return 1.0
-        step, replay = self.step.seconds()
-        return step / replay
+        work = size_of(self.model, self.step.checks.known_code).step(len(self.drafts.texts))
+        return self.call.costs.seconds(work) / self.call.costs.seconds(work.without_modules)
 
     def _propose(self, input_ids: Tensor) -> list[list[int]]:
         """Returns the draft of each row to be checked now; empty if there is none, or it is not worthwhile."""
-        step = self.step
+        mode = self.step.mode
         if self.is_left_alone:
             return []
-        room = step.room(input_ids)
+        left = self.step.max_length - input_ids.shape[1]
+        room = mode.room(left)
         tokens = self.drafts.propose(room)
-        if tokens and step.path(size := len(tokens[0]) + 1) == "static":
-            step.want(size)
+        if tokens and mode.path(size := len(tokens[0]) + 1) == "static":
+            mode.want(size)
             tokens = self.drafts.propose(room, self._overhead)
         if not tokens:
             return []
         if self._reasons is None:
-            self._reasons = step.reasons_against_drafts(input_ids)
+            cache = cache_of(self.step)
+            length = 0 if cache is None else kv_layers.length_of(cache) or 0
+            self._reasons = self.step.checks.drafts(length + left)
         if reasons := self.proofs.get(self.kind) or self._reasons:
             self._leave_alone(reasons)
         return [] if reasons else tokens
@@ -284,7 +288,7 @@ class DraftedSteps:
 
     def _timed(self, size: int, run: Callable[..., Any], *arguments: Any) -> Any:
         """Runs a forward of `size` tokens per row and notes its time."""
-        path = self.step.path(size)
+        path = self.step.mode.path(size)
         times = self._times_of(self.kind)
         started = time.perf_counter()
         result = run(*arguments)

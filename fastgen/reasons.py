@@ -143,8 +143,8 @@ CODES: dict[str, dict[str, str]] = {
         "STATIC_CACHE": "a `StaticCache` stores keys and values for each row",
         "USER_CACHE": (
             "the caller passed a cache: finished inputs are kept in the batch, and `reusing_prefix` keeps nothing. The "
-            "library's own prefill fills a `StaticCache`. User code that runs in each step may read the cache: then no "
-            "step is captured, and there are no drafts"
+            "library's own prefill fills a `StaticCache`. If user code runs in each step, no step is captured "
+            "and there are no drafts, because that code could read the cache"
         ),
     },
     "The model and user code": {

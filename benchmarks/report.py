@@ -323,8 +323,7 @@ QUESTIONS = (
         "peers",
         "Other engines, called *peers*, run with the same weights, lengths and threads, and take turns with stock "
         "and fastgen in the same measurement. In brackets: rows with stock's tokens, if nothing is sampled. **Bold**: "
-        "faster than fastgen in float32. "
-        "[Compared with](compared-with.md) says when to use them instead.",
+        "faster than fastgen in float32. [Compared with](compared-with.md) says when to use them instead.",
     ),
 )
 # Tables of kinds whose results are not those of a workload.

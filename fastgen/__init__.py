@@ -108,8 +108,7 @@ def explain(kind: str | None = None) -> Report:
 
     Print the report to read it; `as_dict()` is for JSON. Before the first call it has the code NO_CALL. NO_PATCH says
     why patches are not active, so that calls after the reported one do not use fastgen; calls inside `disabled()` are
-    not reported. It names the groups of
-    patches that are switched off because they have failed, and why.
+    not reported. It names the groups of patches that are switched off because they have failed, and why.
     """
     from fastgen.optimizer.decoding.call import last_report
     from fastgen.optimizer.decoding.report import GENERATE, KINDS, without_call
@@ -119,7 +118,7 @@ def explain(kind: str | None = None) -> Report:
     report, states = last_report(kind), status()
     if report is None:
         return without_call(states.not_active(), kind or GENERATE)
-    report.set_patches(PATCH_SET.switched_off, None if states.is_any_applied else states.not_active()[0][1])
+    report.set_patches(PATCH_SET.switched_off, states.why_none)
     return report
 
 

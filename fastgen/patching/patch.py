@@ -107,23 +107,29 @@ class PatchStates(list[PatchState]):
             rows.append((name, "not installed", "") if name in missing else (name, states[0].state, reasons))
         return "\n".join([table(rows), *shared])
 
-    @property
-    def is_any_applied(self) -> bool:
-        """Whether any patch is active."""
-        return any(patch.state == "applied" for patch in self)
-
-    def not_active(self) -> tuple[tuple[str, str], ...]:
-        """Returns which patches are not active although their host is imported, and why."""
+    def _refused(self) -> dict[str, list[str]]:
+        """Returns the hosts of patches that are not active although their host is imported, by the reason."""
         refused: dict[str, list[str]] = {}
         for patch in self:
             if patch.state in ("skipped", "failed", "reverted"):
                 refused.setdefault(patch.reason, []).append(patch.host)
-        if self.is_any_applied:
-            return tuple(
-                (f"some patches of {' and '.join(dict.fromkeys(hosts))} are not active", reason)
-                for reason, hosts in refused.items()
-            )
-        return (("no patch is active", "; ".join(refused) or "no library is imported that fastgen patches"),)
+        return refused
+
+    @property
+    def why_none(self) -> str:
+        """Why no patch is active; empty if one is."""
+        if any(patch.state == "applied" for patch in self):
+            return ""
+        return "; ".join(self._refused()) or "no library is imported that fastgen patches"
+
+    def not_active(self) -> tuple[tuple[str, str], ...]:
+        """Returns which patches are not active although their host is imported, and why."""
+        if why := self.why_none:
+            return (("no patch is active", why),)
+        return tuple(
+            (f"some patches of {' and '.join(dict.fromkeys(hosts))} are not active", reason)
+            for reason, hosts in self._refused().items()
+        )
 
     def _reasons_of_many_groups(self) -> list[str]:
         """Returns the reasons that several groups share, such as `fastgen.enabled()`: printed once, below the table."""

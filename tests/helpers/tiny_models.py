@@ -36,16 +36,17 @@ def tiny(name: str, **overrides: Any) -> torch.nn.Module:
 
 
 def under_autocast(name: str, **overrides: Any) -> torch.nn.Module:
-    """A tiny model as accelerate prepares it for bfloat16; accelerate's settings of the process, which another test may
-    have set and which cannot be changed, are forgotten before and after."""
+    """The tiny model of an architecture as accelerate prepares it for bfloat16.
+
+    accelerate's settings of the process, which another test may have set, are forgotten before and after.
+    """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
-        return Accelerator(cpu=True, mixed_precision="bf16").prepare_model(
-            tiny(name, **overrides), evaluation_mode=True
-        )
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        return accelerator.prepare_model(tiny(name, **overrides), evaluation_mode=True)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
 

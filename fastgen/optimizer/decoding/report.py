@@ -195,11 +195,11 @@ class Report:
             if (part, reason) not in self.not_done:
                 self.not_done.append((part, reason))
 
-    def set_patches(self, switched_off: Mapping[str, str], inactive: str | None) -> None:
-        """Sets what holds for patches now, after the call: groups that are switched off, and why no patch is active."""
+    def set_patches(self, switched_off: Mapping[str, str], why_none: str) -> None:
+        """Sets what holds now, after the call: groups that are switched off, and, if no patch is active, why."""
         self.not_done = [(part, reason) for part, reason in self.not_done if part != PATCHES]
-        if inactive is not None:
-            self.add_reasons(PATCHES, [Reason("NO_PATCH", f"calls after this one do not use fastgen: {inactive}")])
+        if why_none:
+            self.add_reasons(PATCHES, [Reason("NO_PATCH", f"calls after this one do not use fastgen: {why_none}")])
         for group, reason in switched_off.items():
             text = f"{group} is switched off until fastgen.enable(): {reason}"
             self.add_reasons(PATCHES, [Reason("SWITCHED_OFF", text)])

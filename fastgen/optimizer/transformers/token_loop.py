@@ -164,9 +164,8 @@ class TokenLoop:
         self.outputs = Outputs(config)
         self.late_stop = LateStopCheck(device) if step.stops_late else None
         self.drew_for_padding = False
-        is_cuda = device.type == "cuda"
-        self.draws_itself = config.do_sample and (is_cuda or device.type == "cpu") and _draws_as_torch(device)
-        self.random = torch.cuda.default_generators[device.index] if is_cuda else torch.default_generator
+        self.draws_itself = config.do_sample and device.type in ("cpu", "cuda") and _draws_as_torch(device)
+        self.random = _generator_of(device)
 
     def run(self, stopping_criteria: Any, streamer: Any = None) -> Any:
         """Returns what the library returns: sequences `[rows, length]`, or a dictionary."""
@@ -290,6 +289,11 @@ class TokenLoop:
         self.row_index = self.row_index[rows]
 
 
+def _generator_of(device: torch.device) -> torch.Generator:
+    """Returns the generator of a GPU's random numbers, or of the CPU's."""
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+
+
 def _draw(probs: Tensor, rows: int, row_index: Tensor) -> Tensor:
     """Draws what `torch.multinomial` draws from probabilities `[rows, vocabulary_size]`, for some rows, ascending.
 
@@ -326,7 +330,7 @@ def _draw_on_gpu(probs: Tensor) -> Tensor:
 @probe("this torch draws samples in another way")
 def _draws_as_torch(device: torch.device) -> bool:
     """Whether this version of torch draws one sample per row as `_draw` does on a CPU, or `_draw_on_gpu`."""
-    random = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
+    random = _generator_of(device)
     probs = torch.rand(6, 3000).softmax(dim=-1).to(device)
     rows = torch.tensor([1, 2, 4], device=device)
     state = random.get_state()

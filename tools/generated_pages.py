@@ -1,4 +1,4 @@
-"""Writes what pages of docs/ say of the code: reasons.md, flags.md, and the table of how-it-works.md.
+"""Writes what pages of docs/ say of the code: reasons.md and flags.md.
 
 usage: generated_pages.py
 
@@ -38,27 +38,32 @@ HOSTS = {
 
 def reasons() -> str:
     """Returns a table of codes for each section of `CODES`."""
-    return "\n".join(
-        f"## {title}\n\n{_table(('code', 'meaning'), [(f'`{code}`', meaning) for code, meaning in codes.items()])}"
-        for title, codes in CODES.items()
-    )
+    parts_of = _parts_of_codes()
+    sections = []
+    for title, codes in CODES.items():
+        rows = [(f"`{code}`", meaning, parts_of.get(code, "")) for code, meaning in codes.items()]
+        columns = 2 if title == CHOSEN else 3  # what saves nothing is not left to the library
+        head = ("code", "meaning", "left to the library")[:columns]
+        sections.append(f"## {title}\n\n{_table(head, [row[:columns] for row in rows])}")
+    return "\n".join(sections)
 
 
-def left_alone() -> str:
-    """Returns the table of reasons by which a part of a call is the library's: one of them is enough."""
+def _parts_of_codes() -> dict[str, str]:
+    """Returns the parts of a call that each reason leaves to the library, with the hosts in which it does."""
     for name in itertools.chain(*HOSTS.values()):  # registers the checks
         for module in pkgutil.iter_modules(getattr(importlib.import_module(name), "__path__", []), f"{name}."):
             importlib.import_module(module.name)
-    cells = set()
+    hosts_of: dict[str, dict[str, set[str]]] = {}
     for function, parts in report.CHECKS:
         hosts = [host for host, names in HOSTS.items() if function.__module__.startswith(names)]
-        cells |= {*itertools.product(_codes_of(function.__code__), parts, hosts or HOSTS)}
-    rows = []
-    for code, meaning in MEANINGS.items():
-        row = [" ".join(host for host in HOSTS if (code, part, host) in cells) for part in PARTS]
-        if any(row) and code not in CODES[CHOSEN]:
-            rows.append((f"{meaning} (`{code}`)", *row))
-    return _table(("if", *PARTS), rows)
+        for code, part in itertools.product(_codes_of(function.__code__), parts):
+            hosts_of.setdefault(code, {}).setdefault(part, set()).update(hosts or HOSTS)
+    return {
+        code: ", ".join(
+            f"{part} ({' '.join(host for host in HOSTS if host in of_part[part])})" for part in PARTS if part in of_part
+        )
+        for code, of_part in hosts_of.items()
+    }
 
 
 def _codes_of(code: CodeType) -> set[str]:
@@ -130,7 +135,7 @@ def _table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join([first, "|---" * len(head) + "|", *lines]) + "\n"
 
 
-PAGES: dict[str, Callable[[], str]] = {"reasons.md": reasons, "flags.md": flags, "how-it-works.md": left_alone}
+PAGES: dict[str, Callable[[], str]] = {"reasons.md": reasons, "flags.md": flags}
 
 
 def page(name: str) -> str:

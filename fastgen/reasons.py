@@ -48,7 +48,7 @@ CODES: dict[str, dict[str, str]] = {
     },
     "The call": {
         "NO_CALL": (
-            "no `generate` call of this thread has gone through fastgen (or no scoring call, if `explain` was called "
+            "no `generate` call in this thread has gone through fastgen (or no scoring call, if `explain` was called "
             "for scoring); calls inside `fastgen.disabled()` are not reported"
         ),
         "NO_PATCH": (

@@ -162,7 +162,7 @@ def test_importing_and_configuring_loads_few_modules():
     assert len(loaded) < 50, sorted(loaded)
 
 
-NO_CALL = "call: no `generate` of this thread has gone through fastgen"
+NO_CALL = "call: no call of `generate` in this thread has gone through fastgen"
 TOO_OLD = "wanted transformers 5.0.0 or newer, found 4.57.1"
 
 

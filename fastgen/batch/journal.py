@@ -156,7 +156,7 @@ class Journal(StreamOutput):
         is_there = os.path.lexists(self._part.path)
         if is_there and not self._args.resume:
             hint = f"{self._args.named('resume', True)} resumes it; remove it to start again"
-            raise InputError(f"{what}: there is {self._part.path} ({hint})")
+            raise InputError(f"{what}: {self._part.path} already exists ({hint})")
         return is_there
 
     def _is_replaced(self) -> bool:

@@ -134,7 +134,7 @@ def test_without_a_scoring_the_report_says_that_there_was_none():
     with ThreadPoolExecutor(1) as pool:  # a thread without calls
         generated, scored = pool.submit(reports).result()
     assert generated.rows and scored.codes() >= {"NO_CALL"}
-    assert "no scoring of texts of this thread has gone through fastgen" in str(scored)
+    assert "no scoring of texts in this thread has gone through fastgen" in str(scored)
 
 
 def test_a_report_says_that_patches_were_reverted_after_its_call():

@@ -35,7 +35,7 @@ VOCODER = "vocoder"
 
 # The kinds of calls, and in words what a report of each is about.
 GENERATE, SCORING = "generate", "scoring"
-KINDS = {GENERATE: "`generate`", SCORING: "scoring of texts"}
+KINDS = {GENERATE: "call of `generate`", SCORING: "scoring of texts"}
 
 # Prefixes of names among the kernels: of replayed steps, and of operations that materialized shared keys.
 REPLAY, MATERIALIZED = "decode step, ", "materialized: "
@@ -313,7 +313,7 @@ def without_call(not_active: tuple[tuple[str, str], ...], kind: str) -> Report:
     """Returns the report before any call of this kind. not_active: the patches that are not active, and why."""
     report = Report("no call")
     report.add_reasons(PATCHES, [Reason("NO_PATCH", f"{text}: {why}") for text, why in not_active])
-    report.add_reasons(CALL, [Reason("NO_CALL", f"no {KINDS[kind]} of this thread has gone through fastgen")])
+    report.add_reasons(CALL, [Reason("NO_CALL", f"no {KINDS[kind]} in this thread has gone through fastgen")])
     return report
 
 

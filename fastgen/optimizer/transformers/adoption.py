@@ -40,7 +40,7 @@ from fastgen.optimizer.transformers.kv_layers import (
 )
 
 PROMPT_ONCE = "the prompt's keys and values: once per input"
-FEW_KEYS = Reason("FEW_KEYS", "layers have too few keys to share them")
+FEW_KEYS = Reason("FEW_KEYS", "layers have too few keys for sharing to save time")
 
 
 class Storage(Enum):

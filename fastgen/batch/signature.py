@@ -85,9 +85,8 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
             changes += [f"{name}: {change}" for change in differences(old_value, new_value)]
         elif _in_words(old_value) != _in_words(new_value):
             says_nothing = any(isinstance(value, str) and value.startswith(DIGEST) for value in (old_value, new_value))
-            changes.append(
-                f"{name} changed" if says_nothing else f"{name} was {_in_words(old_value)}, is {_in_words(new_value)}"
-            )
+            what = "changed" if says_nothing else f"was {_in_words(old_value)} and is {_in_words(new_value)} now"
+            changes.append(f"{name} {what}")
     return changes
 
 

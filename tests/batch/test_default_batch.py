@@ -66,7 +66,7 @@ def test_a_run_is_resumed_with_its_batches_on_any_machine(tmp_path, bart, monkey
     assert command(*arguments) == command(*arguments, "--bs", 256, "--batch_tokens", 16384) == 0
     assert "batches, chosen" not in capsys.readouterr().err
     assert command(*arguments, "--bs", 9) == 2
-    assert "--bs was 256, is 9" in capsys.readouterr().err
+    assert "--bs was 256 and is 9 now" in capsys.readouterr().err
 
 
 def test_sounds_have_no_limit_of_tokens(whisper):

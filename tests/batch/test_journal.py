@@ -136,7 +136,7 @@ def test_a_complete_output_is_recognized_until_a_change(tmp_path):
         journal.leave()
     other = SIGNATURE | {"--beam": 5}
     journal = journal_of(output, True, False)
-    with pytest.raises(InputError, match=r"already exists .*; it was made differently: --beam was 4, is 5"):
+    with pytest.raises(InputError, match=r"already exists .*; it was made differently: --beam was 4 and is 5 now"):
         journal.check(other)
     journal.leave()
     journal = journal_of(output, True, True)
@@ -223,9 +223,9 @@ def test_differences_are_named_and_the_journal_stays(tmp_path):
     now = {"--beam": 5, "--do_sample": True, "--prefix": "to: ", "INPUT's content": "sha256:" + "1" * 64}
     with pytest.raises(InputError) as error:
         begin(tmp_path / "out", now, resume=True)
-    for words in ("--beam was 4, is 5", "--do_sample was not given, is given", "INPUT's content changed"):
+    for words in ("--beam was 4 and is 5 now", "--do_sample was not given and is given now", "INPUT's content changed"):
         assert words in str(error.value)
-    assert '--prefix was not given, is "to: "' in str(error.value) and "sha256" not in str(error.value)
+    assert '--prefix was not given and is "to: " now' in str(error.value) and "sha256" not in str(error.value)
     assert part.read_bytes() == before
 
 

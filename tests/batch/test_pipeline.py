@@ -215,7 +215,7 @@ def test_resume_of_a_complete_output_does_nothing(tmp_path, bart, shapes, capsys
     capsys.readouterr()
     assert command(*arguments, "--resume", "--beam", 2) == 2
     (line,) = capsys.readouterr().err.splitlines()  # nothing is loaded for that
-    assert "--beam was not given, is 2" in line and "--overwrite" in line
+    assert "--beam was not given and is 2 now" in line and "--overwrite" in line
     assert command(*arguments, "--resume", "--n_obs", 3) == 2  # a shorter file would replace it
     assert command(*arguments) == 2
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()} == before

@@ -69,10 +69,10 @@ def test_flags_that_make_lines_fail_may_differ(run, tmp_path, capsys):
     failed = [number for number, line in enumerate(LINES) if line == TOO_LONG]
     assert [n for n, (old, new) in enumerate(zip(before, after, strict=True)) if old != new] == failed
     said = capsys.readouterr().err
-    assert "flags differ from those of the run that made OUTPUT: --truncation was not given, is given" in said
+    assert "flags differ from those of the run that made OUTPUT: --truncation was not given and is given now" in said
     written = summary_of(tmp_path / "out.txt")
     assert (written["failures"], written["failed"], written["signature"]["--truncation"]) == (0, [], False)
-    assert written["retries"] == [{"lines": 2, "changes": ["--truncation was not given, is given"]}]
+    assert written["retries"] == [{"lines": 2, "changes": ["--truncation was not given and is given now"]}]
     assert run("out.txt", "--retry_failed") == 0
     assert "is complete: none of its lines failed, so nothing is retried" in capsys.readouterr().err
 
@@ -143,8 +143,8 @@ REFUSED = [
     ("out.txt", ("--merge", "--num_shards", "2"), "--retry_failed and --merge contradict each other"),
     ("foreign.txt", (), "was changed since its run"),
     ("changed.txt", (), "was changed since its run"),
-    ("out.txt", ("--n_obs", "3"), "was made differently: --n_obs was not given, is 3"),
-    ("out.txt", ("--output_format", "jsonl"), 'was made differently: --output_format was "text", is "jsonl"'),
+    ("out.txt", ("--n_obs", "3"), "was made differently: --n_obs was not given and is 3 now"),
+    ("out.txt", ("--output_format", "jsonl"), 'was made differently: --output_format was "text" and is "jsonl" now'),
 ]
 
 

@@ -81,7 +81,7 @@ def test_merge_names_shards_that_are_missing_or_differ(bart, source, tmp_path, c
         other = ("--bs", "4", "--beam", beam, "--num_shards", 2, "--shard_id", shard, "--output_format", "jsonl")
         run(bart, source, tmp_path / "out", *other)
     assert run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", 2, "--merge") == 2
-    assert "made differently" in (said := capsys.readouterr().err) and "--beam was 2, is 3" in said
+    assert "made differently" in (said := capsys.readouterr().err) and "--beam was 2 and is 3 now" in said
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("out.")) == []
 
 

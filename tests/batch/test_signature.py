@@ -43,20 +43,22 @@ def test_flags_that_change_no_output_do_not_count(bart):
 def test_every_other_flag_counts(bart):
     beams = [("num_beams", 4)]
     before = sign(bart, gen=beams)
-    assert changes(before, sign(bart, gen=[("num_beams", 5)])) == ["num_beams was 4, is 5"]
-    assert changes(before, sign(bart, gen=beams, causal_lm=True)) == ["causal_lm was not given, is given"]
-    assert changes(before, sign(bart, gen=[*beams, ("length_penalty", 5)])) == ["length_penalty was not given, is 5.0"]
-    assert changes(before, sign(bart, gen=[*beams, ("task", "x")])) == ['task was not given, is "x"']
-    assert changes(before, sign(bart, gen=beams, dtype="float16")) == ['dtype was not given, is "float16"']
+    assert changes(before, sign(bart, gen=[("num_beams", 5)])) == ["num_beams was 4 and is 5 now"]
+    assert changes(before, sign(bart, gen=beams, causal_lm=True)) == ["causal_lm was not given and is given now"]
+    assert changes(before, sign(bart, gen=[*beams, ("length_penalty", 5)])) == [
+        "length_penalty was not given and is 5.0 now"
+    ]
+    assert changes(before, sign(bart, gen=[*beams, ("task", "x")])) == ['task was not given and is "x" now']
+    assert changes(before, sign(bart, gen=beams, dtype="float16")) == ['dtype was not given and is "float16" now']
     config = {"top_k": 5, "top_p": 0.5}
     before = sign(bart, generation_config=config)
     assert changes(before, sign(bart, generation_config=config | {"top_k": 6})) == [
-        "generation_config: top_k was 5, is 6"
+        "generation_config: top_k was 5 and is 6 now"
     ]
 
 
 def test_the_input_counts_by_its_content(bart):
-    expected = ["INPUT's content changed", "INPUT's number of lines was 3, is 4"]
+    expected = ["INPUT's content changed", "INPUT's number of lines was 3 and is 4 now"]
     assert changes(sign(bart), sign(bart, Survey(4, "1" * 64))) == expected
     assert changes(sign(bart, None), sign(bart, None)) == []
 
@@ -84,5 +86,5 @@ def test_a_model_of_the_hub_counts_by_its_known_commit():
     early = sign("facebook/bart-base")
     first, other = (with_commit(early, SimpleNamespace(_commit_hash=each)) for each in ("a1", "b2"))
     assert changes(first, early) == [] == changes(first, dict(first))
-    assert changes(first, other) == ['MODEL\'s commit was "a1", is "b2"']
-    assert '"facebook/bart-base", is "facebook/bart-large"' in changes(first, sign("facebook/bart-large"))[0]
+    assert changes(first, other) == ['MODEL\'s commit was "a1" and is "b2" now']
+    assert '"facebook/bart-base" and is "facebook/bart-large" now' in changes(first, sign("facebook/bart-large"))[0]

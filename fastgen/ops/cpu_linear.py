@@ -162,7 +162,8 @@ MOST_ROWS = 256
 GAIN = 1.1
 LEAST_ROUNDS, ROUNDS = 2, 5
 # In a step, products of one backend follow each other. So each round has two turns of a backend: the second finds its
-# code in the caches. Between two others, the skinny GEMM takes 1.6 times as long, BLAS 1.3 times (1 × [768 → 768]).
+# code in the caches. If the backend changes in each turn, 1 × [768 → 768] takes 1.6× its time with the skinny GEMM, and
+# 1.3× with BLAS.
 TURNS = 2
 SECONDS = 0.04  # no round after the least begins later
 

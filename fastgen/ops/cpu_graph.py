@@ -194,18 +194,26 @@ def repetition_of(call: TracedCall) -> Repetition:
     return form._op, call.args, kwargs | dict(zip(outs, call.outputs))
 
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _write_at(buffer: Tensor, dim: int, index: Tensor, source: Tensor) -> Callable[[], None] | None:
-    """Returns `buffer.index_copy_(dim, index, source)` for one index as a slice copy: a quarter of the time."""
-    if index.numel() != 1 or index.dtype != torch.int64 or not buffer.dim():
+    """Returns `buffer.index_copy_(dim, index, source)` for one index as numpy's copy of a slice.
+
+    After a product that has evicted all code from the caches, this takes less than half the time of torch's slice copy.
+    """
+    integers = _INTEGERS.get(buffer.itemsize)  # numpy lacks some types of numbers
+    if index.numel() != 1 or index.dtype != torch.int64 or not buffer.dim() or integers is None:
         return None
     position = ctypes.c_int64.from_address(index.data_ptr())
-    added = source.select(dim, 0)
-    size = buffer.shape[dim]
+    slices = buffer.detach().view(integers).movedim(dim, 0).numpy()
+    added = source.detach().view(integers).select(dim, 0).numpy()
+    size = len(slices)
 
     def write() -> None:
         if not 0 <= position.value < size:  # a slice may count from the end
             raise IndexError(f"index {position.value} is not one of {size} positions")
-        buffer.select(dim, position.value).copy_(added)
+        slices[position.value] = added
 
     return write
 

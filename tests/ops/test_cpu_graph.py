@@ -258,8 +258,10 @@ def test_products_with_other_users_are_not_fused():
         assert all(map(torch.equal, replayed, expected)) and calls_of(function)[-1] != "fastgen::skinny_linear"
 
 
-def test_a_position_outside_of_the_buffer_is_an_error():
-    buffer, place, added = torch.zeros(2, 3, 4, 5), torch.zeros(1, dtype=torch.int64), torch.randn(2, 3, 1, 5)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128], ids=str)
+def test_a_position_outside_of_the_buffer_is_an_error(dtype):
+    buffer, place = torch.zeros(2, 3, 4, 5, dtype=dtype), torch.zeros(1, dtype=torch.int64)
+    added = torch.arange(30).view(2, 3, 1, 5).to(dtype)
     with torch.no_grad():
         replay, *_ = capture(lambda: buffer.index_copy_(2, place, added))
         place.fill_(3)

@@ -10,6 +10,7 @@ the process that runs the model; set OMP_NUM_THREADS=1 with it, as threads that 
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -27,11 +28,16 @@ from fastgen.models.demo import demo_path, sample_path
 BS = 32
 FLAGS = ("--bs", str(BS), "--beam", "4", "--quiet", "--overwrite")
 FAIRSEQ_COMMAND = "import sys; from fastgen.cli.fairseq.command import generate; sys.exit(generate())"
-# fairseq's commands as they are under torch before 2.6.
-STOCK_FAIRSEQ = (
-    "import argparse, importlib, sys, torch; torch.serialization.add_safe_globals([argparse.Namespace]); "
-    "importlib.import_module('fairseq_cli.' + sys.argv.pop(1)).cli_main()"
-)
+# fairseq's commands as they are under torch before 2.6, one after the other.
+STOCK_FAIRSEQ = """
+import argparse, importlib, json, sys, torch
+torch.serialization.add_safe_globals([argparse.Namespace])
+for command, *sys.argv[1:] in json.loads(sys.argv[1]):
+    importlib.import_module(f"fairseq_cli.{command}").cli_main()
+"""
+# With these the model of `fairseq_command` ends sentences.
+TRAINING_LINES = 3000
+UPDATES = 40
 # The CPU time of the process, without those it has started, in the last line of stderr.
 CPU_TIME = "import atexit, sys, time; atexit.register(lambda: print(time.process_time(), file=sys.stderr))\n"
 
@@ -118,7 +124,7 @@ def make_fairseq_data(folder: Path, lines: int) -> list[str]:
     letters = [consonant + vowel for consonant in "bdfgklmnprst" for vowel in "aeiou"]
     words = ["".join(draw.choices(letters, k=draw.randint(1, 4))) for _ in range(1500)]
     moses = {language: MosesTokenizer(language) for language in ("de", "en")}
-    for split, number in (("train", 3000), ("valid", 100), ("test", lines)):
+    for split, number in (("train", TRAINING_LINES), ("valid", 100), ("test", lines)):
         files = {language: (folder / f"{split}.{language}").open("w", encoding="utf-8") for language in moses}
         for _ in range(number):
             sentence = draw.choices(words, k=draw.randint(3, 12))
@@ -130,13 +136,14 @@ def make_fairseq_data(folder: Path, lines: int) -> list[str]:
             file.close()
     prefixes = [f"--{split}pref={folder / split}" for split in ("train", "valid", "test")]
     languages = ["-s", "de", "-t", "en"]
-    run_process(STOCK_FAIRSEQ, "preprocess", *languages, "--joined-dictionary", *prefixes, "--destdir", folder / "bin")
+    preprocess = ["preprocess", *languages, "--joined-dictionary", *prefixes, "--destdir", str(folder / "bin")]
     sizes = "--encoder-layers 2 --encoder-embed-dim 128 --encoder-ffn-embed-dim 256 --encoder-attention-heads 4 "
     sizes += "--decoder-layers 2 --decoder-embed-dim 128 --decoder-ffn-embed-dim 256 --decoder-attention-heads 4"
     training = "--arch transformer --share-all-embeddings --cpu --optimizer adam --lr 0.003 --max-tokens 2000 "
-    training += "--max-update 40 --dropout 0 --no-epoch-checkpoints --no-progress-bar"
-    save = ["--save-dir", folder / "model"]
-    run_process(STOCK_FAIRSEQ, "train", folder / "bin", *languages, *training.split(), *sizes.split(), *save)
+    training += f"--max-update {UPDATES} --dropout 0 --no-epoch-checkpoints --no-progress-bar"
+    save = ["--save-dir", str(folder / "model")]
+    train = ["train", str(folder / "bin"), *languages, *training.split(), *sizes.split(), *save]
+    run_process(STOCK_FAIRSEQ, json.dumps([preprocess, train]))
     model = str(folder / "model" / "checkpoint_last.pt")
     flags = "--batch-size 64 --beam 4 --min-len 8 --max-len-b 15 --remove-bpe --tokenizer moses"
     return [str(folder / "bin"), "--path", model, *languages, *flags.split()]
@@ -154,7 +161,7 @@ def words_of(text: str) -> list[list[str]]:
 def measure_fairseq(folder: Path, lines: int, options: Options) -> dict[str, Any]:
     arguments = make_fairseq_data(folder, lines) + ["--cpu"] * (options.device == "cpu")
     ways = {
-        "stock": lambda: run_process(CPU_TIME + STOCK_FAIRSEQ, "generate", *arguments),
+        "stock": lambda: run_process(CPU_TIME + STOCK_FAIRSEQ, json.dumps([["generate", *arguments]])),
         "fastgen": lambda: run_process(CPU_TIME + FAIRSEQ_COMMAND, *arguments),
     }
     turns, equal = [], True

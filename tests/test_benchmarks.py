@@ -69,11 +69,13 @@ OPTIONAL |= {"trainer/trl-grpo": "trl", "trainer/trl-grpo-defaults": "trl"}
 def bench(monkeypatch):
     """The driver, with tiny models."""
     monkeypatch.syspath_prepend(BENCHMARKS)
-    calls, fairseq, stages = map(importlib.import_module, ("calls", "fairseq_cases", "stages"))
+    calls, commands, fairseq, stages = map(importlib.import_module, ("calls", "commands", "fairseq_cases", "stages"))
     for name, (kind, sizes) in TINY.items():
         title = calls.MODELS[name].title if name in calls.MODELS else name  # pages have it
         monkeypatch.setitem(calls.MODELS, name, calls.Model(f"transformers:{kind}", sizes, title))
     monkeypatch.setattr(calls.ConstrainedWork, "OUTPUTS", 500)
+    monkeypatch.setattr(commands, "TRAINING_LINES", 200)
+    monkeypatch.setattr(commands, "UPDATES", 20)
     monkeypatch.setitem(fairseq.MODELS, "tiny", (50, "transformer_tiny", {}))
     sizes = {"vocab_size": 40, "d_model": 16, "head_dim": 4, "encoder_layers": 2, "decoder_layers": 2}
     monkeypatch.setattr(stages, "SIZES", sizes)

@@ -130,8 +130,9 @@ def test_the_report_shows_patches_and_kernels_in_one_screen():
 
 
 def test_the_report_tells_why_a_host_is_not_patched(tmp_path):
-    (tmp_path / "transformers").mkdir()
-    (tmp_path / "transformers" / "__init__.py").write_text("raise ImportError('broken installation')")
+    for host in ("transformers", "fairseq"):
+        (tmp_path / host).mkdir()
+        (tmp_path / host / "__init__.py").write_text("raise ImportError('broken installation')")
     done = run_python("-m", "fastgen", path=tmp_path)
     assert done.returncode == 0, done.stderr
     reason = "import transformers.generation.utils: ImportError: broken installation"

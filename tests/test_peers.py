@@ -12,7 +12,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PROGRAM = """
 import os, sys
 from answer import CannotError, answer
-from transformers import AutoModelForCausalLM
 
 def load(task):
     {}
@@ -20,6 +19,7 @@ def load(task):
 answer(load, "torch")
 """
 ANSWERS = """
+    from transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained(task.model)
     print("what a library prints")
     return lambda: model.generate(**task.inputs, **task.arguments)[:, -4:].tolist()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from backports import zstd
-from cli_loop import write_lines
+from cli_loop import command, write_lines
 from python_process import REPOSITORY, run_python
 
 from fastgen.batch.errors import InputError
@@ -211,7 +211,7 @@ def test_compressed_files_and_urls_are_read_as_their_contents(tmp_path, end, mod
 
 
 @pytest.mark.parametrize(("end", "module", "kind"), MODULES)
-def test_a_part_of_a_compressed_file_is_one_clear_line(tmp_path, end, module, kind):
+def test_a_part_of_a_compressed_file_is_one_clear_line(tmp_path, capsys, end, module, kind):
     packed, lines = tmp_path / f"in.{end}", tmp_path / "lines"
     whole = module.compress(random.Random(0).randbytes(100_000))
     parts = [whole[: len(whole) // 2], whole[:-9], whole[:3], whole + whole[:30]]
@@ -221,8 +221,10 @@ def test_a_part_of_a_compressed_file_is_one_clear_line(tmp_path, end, module, ki
             survey(str(packed))
     lines.write_bytes(b"word1\n" * 1000)
     packed.write_bytes(module.compress(lines.read_bytes())[:-9])
-    done = run_python("-m", "fastgen.cli.transformers.command", "demo", str(packed), str(tmp_path / "out"))
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and f"is not a valid {kind} file" in done.stderr
+    capsys.readouterr()
+    assert command("demo", packed, tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"is not a valid {kind} file" in error
 
 
 @pytest.mark.parametrize(("end", "module", "kind"), [each for each in MODULES if each[0] in ("gz", "zst")])

@@ -10,10 +10,11 @@ import pytest
 from python_process import REPOSITORY
 
 FAIRSEQ = ["-c", "import sys; from fastgen.cli.fairseq.command import generate; sys.exit(generate())"]
+SAMPLE = "fastgen/models/demo/data/sample.txt"
 COMMANDS = {
     "the report": ["-m", "fastgen"],
     "its help": ["-m", "fastgen", "--help"],
-    "verify": ["-m", "fastgen", "verify", "demo", "fastgen/models/demo/data/sample.txt", "--lines", "1"],
+    "verify": ["-m", "fastgen", "verify", "demo", SAMPLE, *"--lines 1 --max_new_tokens 1".split()],
     "the help of verify": ["-m", "fastgen", "verify", "--help"],
     "help": ["-m", "fastgen.cli.transformers.command", "--help-all"],
     "version": ["-m", "fastgen.cli.transformers.command", "--version"],

@@ -13,6 +13,7 @@ LIBRARY = Path(transformers.__file__).parent
 def edited(folder: Path, file: str, *replacements: tuple[str, str]) -> Path:
     """Creates a package `transformers` of links to the installed one, with a file of its own; returns its folder.
 
+    Compiled modules are linked one by one: Python writes others, such as the edited one, beside the links.
     file: relative to the package. replacements: each old text must occur in it.
     """
     text = (LIBRARY / file).read_text(encoding="utf-8")
@@ -25,6 +26,10 @@ def edited(folder: Path, file: str, *replacements: tuple[str, str]) -> Path:
         for child in source.iterdir():
             if child.name not in (part, "__pycache__"):
                 (target / child.name).symlink_to(child)
+        (target / "__pycache__").mkdir()
+        for compiled in (source / "__pycache__").glob("*.pyc"):
+            if not compiled.name.startswith(f"{Path(part).stem}."):
+                (target / "__pycache__" / compiled.name).symlink_to(compiled)
         source, target = source / part, target / part
     target.write_text(text, encoding="utf-8")
     return folder

@@ -32,7 +32,10 @@ for command, *sys.argv[1:] in json.loads(sys.argv[1]):
 
 @dataclass(frozen=True)
 class CommandData:
-    """Folders and files: data of fairseq-preprocess, and checkpoints of fairseq-train."""
+    """Folders and files: data of fairseq-preprocess, and checkpoints of fairseq-train.
+
+    `raw` has the same data as text, `levenshtein` a model that refines; `encoded_data` has neither.
+    """
 
     folder: Path
     flags: tuple[str, ...] = ()
@@ -52,7 +55,22 @@ def command_data(basetemp: Path) -> CommandData:
 
 def _make(folder: Path) -> None:
     write_corpus(folder)
-    train(folder)
+    refined = "--task translation_lev --arch levenshtein_transformer --criterion nat_loss --noise random_delete "
+    refined += "--share-all-embeddings --encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 16 "
+    refined += "--decoder-embed-dim 16 --encoder-attention-heads 2 --decoder-attention-heads 2 --max-update 2 "
+    refined += "--cpu --optimizer adam --lr 0.01 --max-tokens 500 --no-epoch-checkpoints"
+    dictionary = ["--srcdict", str(folder / "bin" / "dict.de.txt"), "--joined-dictionary"]
+    raw = ["--dataset-impl", "raw", "--destdir", str(folder / "raw")]
+    # The second training may get no checkpoint_best.pt: fairseq keeps the best loss of the first.
+    upstream_all(
+        *_preprocess_and_train(folder),
+        ["preprocess", "-s", "de", "-t", "en", *_prefixes(folder), *dictionary, *raw],
+        ["train", str(folder / "bin"), *refined.split(), "--save-dir", str(folder / "levenshtein")],
+    )
+
+
+def _prefixes(folder: Path, end: str = "") -> list[str]:
+    return [f"--{split}pref={folder / split}{end}" for split in SPLITS]
 
 
 def encoded_data(basetemp: Path, bpe: str) -> CommandData:
@@ -72,34 +90,40 @@ def _make_encoded(bpe: str, folder: Path) -> None:
     encode = ENCODINGS[bpe].learn(folder, texts[folder / "train.de"] + texts[folder / "train.en"])
     for path, lines in texts.items():
         path.write_text("".join(f"{encode(line)}\n" for line in lines), encoding="utf-8")
-    train(folder)
+    upstream_all(*_preprocess_and_train(folder))
 
 
-def train(folder: Path) -> None:
-    """Binarizes the corpus and trains on it; every entry of the dictionary is a piece that a BPE can decode."""
+def _preprocess_and_train(folder: Path) -> list[list[str]]:
+    """Returns commands: every entry of the dictionary is a piece that a BPE can decode."""
     languages = "-s de -t en --joined-dictionary --padding-factor 1"
-    prefixes = [f"--{split}pref={folder / split}" for split in SPLITS]
     model = ["--arch", "transformer", "--share-all-embeddings", "--max-update", "30", *SIZES.split()]
-    upstream_all(
-        ["preprocess", *languages.split(), *prefixes, "--destdir", str(folder / "bin")],
+    return [
+        ["preprocess", *languages.split(), *_prefixes(folder), "--destdir", str(folder / "bin")],
         ["train", str(folder / "bin"), *model, *TRAINING.split(), "--save-dir", str(folder / "model")],
-    )
+    ]
 
 
-def make_language_model(folder: Path) -> list[str]:
-    """Trains a language model; returns the arguments that evaluate it."""
+def language_model_data(basetemp: Path) -> Path:
+    """Trains a language model, once in a run; returns its folder, which no test may change."""
+    return made_once(basetemp, "fairseq-language-model", _make_language_model)
+
+
+def evaluation(folder: Path) -> list[str]:
+    """Returns the arguments that evaluate the language model of this folder."""
+    path = str(folder / "model" / "checkpoint_last.pt")
+    return [str(folder / "bin"), "--path", path, "--cpu", *"--tokens-per-sample 32 --batch-size 4".split()]
+
+
+def _make_language_model(folder: Path) -> None:
     write_corpus(folder)
-    prefixes = [f"--{split}pref={folder / split}.en" for split in ("train", "valid", "test")]
     model = "--task language_modeling --arch transformer_lm --decoder-layers 1 --decoder-embed-dim 16 "
     model += "--decoder-ffn-embed-dim 32 --decoder-attention-heads 2 --tokens-per-sample 32 --max-update 10 "
     model += "--disable-validation --required-batch-size-multiple 1"
     save = ["--save-dir", str(folder / "model")]
     upstream_all(
-        ["preprocess", "--only-source", *prefixes, "--destdir", str(folder / "bin")],
+        ["preprocess", "--only-source", *_prefixes(folder, ".en"), "--destdir", str(folder / "bin")],
         ["train", str(folder / "bin"), *model.split(), *TRAINING.split(), *save],
     )
-    path = str(folder / "model" / "checkpoint_last.pt")
-    return [str(folder / "bin"), "--path", path, "--cpu", *"--tokens-per-sample 32 --batch-size 4".split()]
 
 
 def upstream(command: str, *args: str) -> subprocess.CompletedProcess:

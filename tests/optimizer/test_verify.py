@@ -11,8 +11,14 @@ from tiny_models import BEAMS, GREEDY, SAMPLES, padded, tiny
 from transformers import LlamaForCausalLM
 
 import fastgen
+from fastgen.optimizer.decoding import timing
 from fastgen.optimizer.decoding.call import current_call
 from fastgen.optimizer.decoding.verify import Run, Verification
+
+
+@pytest.fixture(autouse=True)
+def _few_turns(monkeypatch):
+    monkeypatch.setattr(timing, "MOST_TURNS", timing.LEAST_TURNS)
 
 
 @pytest.mark.parametrize("arguments", [GREEDY, BEAMS, SAMPLES], ids=("greedy", "beams", "samples"))

@@ -3,15 +3,14 @@
 import re
 
 import pytest
-from fairseq_command_data import make_language_model, upstream
-from python_process import run_python
+from fairseq_command_data import evaluation, language_model_data, upstream
 
-COMMAND = "import sys; from fastgen.cli.fairseq.command import eval_lm; sys.exit(eval_lm())"
+from fastgen.cli.fairseq.command import eval_lm
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def arguments(tmp_path_factory):
-    return make_language_model(tmp_path_factory.mktemp("fairseq-lm"))
+    return evaluation(language_model_data(tmp_path_factory.getbasetemp()))
 
 
 def results(text: str) -> list[str]:
@@ -19,12 +18,14 @@ def results(text: str) -> list[str]:
     return re.findall(r"fairseq_cli.eval_lm:(\d+ .*|Loss.*|num. model params.*|\w+\t.*)", text)
 
 
-def test_words_and_loss_are_fairseq_eval_lms(arguments):
+def test_words_and_loss_are_fairseq_eval_lms(arguments, capfd, caplog):
     args = [*arguments, "--output-word-probs", "--output-word-stats"]
     expected = upstream("eval_lm", *args)
     for flags in ([], ["--no-fastgen"]):
-        done = run_python("-c", COMMAND, *args, *flags, OMP_NUM_THREADS="1")
-        assert done.returncode == 0, done.stderr
-        assert done.stdout == expected.stdout
-        printed = results(done.stderr)
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            assert eval_lm([*args, *flags]) == 0
+        assert capfd.readouterr().out == expected.stdout
+        logged = "\n".join(f"{each.levelname}:{each.name}:{each.getMessage()}" for each in caplog.records)
+        printed = results(logged)
         assert len(printed) > 50 and printed == results(expected.stderr)

@@ -16,12 +16,14 @@ from fairseq_generation import (
     assert_accelerated,
     assert_same_hypotheses,
     compare,
+    ends_in_prefix,
     generate,
     lengths,
     run_both,
 )
 from fairseq_models import CASES, Case, iterative, pair_sample, prompts, source_sample, translation
 from packaging.version import Version
+from parity import assert_equal_outputs
 from reports import capturing, replays
 
 import fastgen
@@ -45,10 +47,18 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 def test_every_fairseq_model_generates_the_same(name, mode):
     """Compares eager steps, and captured ones of models that fastgen knows."""
-    both = compare(CASES[name](), **MODES[mode])
+    both, state = compare(CASES[name](), **MODES[mode]), torch.get_rng_state()
+    case, before = CASES[name](), fastgen.explain()
+    sample = copy.deepcopy(case.sample)
+    torch.manual_seed(7)  # like `run_both`
     with capturing():
-        report = compare(CASES[name](), **MODES[mode]).report
-    assert not replays(report) or (CASES[name]().accelerated and name != "ensemble")
+        captured = generate(case, sample, **MODES[mode])
+    assert torch.equal(state, torch.get_rng_state())
+    assert_same_hypotheses(both.stock, captured)
+    assert_equal_outputs(case.sample, sample, 0.0, "sample")
+    report = None if fastgen.explain() is before else fastgen.explain()
+    assert_accelerated(report, case.accelerated and not ends_in_prefix(case))
+    assert not replays(report) or (case.accelerated and name != "ensemble")
     outputs = {tuple(hypothesis["tokens"].tolist()) for sentence in both.fast for hypothesis in sentence}
     assert len(outputs) >= 3 or not IS_LIVELY
 

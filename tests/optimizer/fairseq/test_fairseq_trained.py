@@ -11,10 +11,9 @@ from fairseq.data import Dictionary
 from fairseq.models.bart import BARTHubInterface
 from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
-from fairseq_command_data import encoded_data, make_language_model
+from fairseq_command_data import encoded_data, language_model_data
 from fairseq_generation import assert_same_hypotheses, run_both
 from fairseq_models import build
-from made_once import made_once
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +47,7 @@ def hub(translation):
 def language_model(tmp_path_factory, monkeypatch):
     if not hasattr(numpy, "compat"):  # upstream's `TokenBlockDataset` reads it, and numpy 2 does not have it
         monkeypatch.setattr(numpy, "compat", types.SimpleNamespace(long=numpy.int64), raising=False)
-    folder = made_once(tmp_path_factory.getbasetemp(), "fairseq-language-model", make_language_model)
+    folder = language_model_data(tmp_path_factory.getbasetemp())
     hub = TransformerLanguageModel.from_pretrained(str(folder / "model"), "checkpoint_last.pt", str(folder / "bin"))
     hub.lines = (folder / "test.en").read_text(encoding="utf-8").splitlines()
     return hub

@@ -386,16 +386,19 @@ PROGRAM = """
 import torch, fastgen
 from tiny_models import tiny
 
-model = tiny("bart")
 inputs = torch.arange(20, 60).view(2, 20)
-for _ in range(3):
-    outputs = {}
-    for name, context in (("stock", fastgen.disabled), ("fast", fastgen.enabled)):
-        with context():
-            torch.manual_seed(0)
-            outputs[name] = model.generate(inputs, max_new_tokens=40, **MODE)
-    print(torch.equal(outputs["stock"], outputs["fast"]), sorted(fastgen.explain().codes()), fastgen.explain())
+for mode in MODES:
+    model = tiny("bart")
+    for _ in range(3):
+        outputs = {}
+        for name, context in (("stock", fastgen.disabled), ("fast", fastgen.enabled)):
+            with context():
+                torch.manual_seed(0)
+                outputs[name] = model.generate(inputs, max_new_tokens=40, **mode)
+        print(torch.equal(outputs["stock"], outputs["fast"]), sorted(fastgen.explain().codes()), fastgen.explain())
+    print(END)
 """
+END = "end of a mode"
 UTILS = "generation/utils.py"
 HARMLESS = ("next_token_scores", "scores_of_next_tokens"), ("topk_log_probs", "log_probs_of_top_k")
 IN_SUBSTANCE = {
@@ -414,26 +417,28 @@ IN_SUBSTANCE = {
 }
 
 
-def run_edited(folder, mode, *replacements, file=UTILS):
-    program = f"MODE = {mode!r}\n{PROGRAM}"
-    return run(program, edited(folder / "host", file, *replacements), FASTGEN_CACHE=str(folder / "cache"))
+def run_modes(modes, host, cache):
+    """Runs three calls of each mode in a process; returns what it prints for each mode."""
+    printed = run(f"MODES, END = {modes!r}, {END!r}\n{PROGRAM}", host, FASTGEN_CACHE=str(cache)).split(END)
+    assert len(printed) == len(modes) + 1
+    return printed[:-1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_a_loop_with_renamed_variables_is_fast_in_the_next_call(tmp_path, mode):
-    first, second, _ = run_edited(tmp_path, mode, *HARMLESS).split("True ")[1:]
-    assert "FIRST_USE" in first and "FIRST_USE" not in second and "DIFFERS" not in second
-    program = f"MODE = {mode!r}\n{PROGRAM}"
-    later = run(program, tmp_path / "host", FASTGEN_CACHE=str(tmp_path / "cache"))
-    assert later.count("True") == 3 and "FIRST_USE" not in later  # another process
+def test_a_loop_with_renamed_variables_is_fast_in_the_next_call(tmp_path):
+    host = edited(tmp_path / "host", UTILS, *HARMLESS)
+    for printed in run_modes(MODES, host, tmp_path / "cache"):
+        first, second, _ = printed.split("True ")[1:]
+        assert "FIRST_USE" in first and "FIRST_USE" not in second and "DIFFERS" not in second
+    for later in run_modes(MODES, host, tmp_path / "cache"):  # another process
+        assert later.count("True") == 3 and "FIRST_USE" not in later
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", IN_SUBSTANCE)
 def test_a_host_that_changed_in_substance_gives_its_own_answer(tmp_path, change):
     mode, file, replacement = IN_SUBSTANCE[change]
-    printed = run_edited(tmp_path, mode, replacement, file=file)
+    (printed,) = run_modes([mode], edited(tmp_path / "host", file, replacement), tmp_path / "cache")
     assert printed.count("True ") == 3
     if change in ("length penalty", "choice"):
         assert printed.count("DIFFERS") == 3

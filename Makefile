@@ -27,6 +27,9 @@ WHEEL = CUDA_HOME=none $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir 
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -c "$(AUDITWHEEL)" repair --only-plat --plat manylinux_2_28_$(1) \
 	--wheel-dir dist dist/plain/*.whl && rm -rf dist/plain && ls -l dist
 
+# Compilers go through ccache if it is installed: a wheel in the tests compiles what the editable install has compiled.
+export PATH := /usr/lib/ccache:$(PATH)
+
 PYTEST := FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2 --dist loadgroup
 
 .PHONY: demo check test test-all test-fairseq test-newest matrix fuzz test-gpu gpu-check gpu-carry sanitize emulator lint docs pages table bench bench-gpu wheel wheel-aarch64 release-check clean
@@ -51,9 +54,10 @@ endif
 test: $(VENV)/test.installed
 	$(PYTEST) -m "not slow"
 
-# All tests. The runs on Ray are of one xdist_group and run one after the other.
+# All tests, of cases that a slow one repeats only the slow one. The runs on Ray are of one xdist_group and run one after
+# the other.
 test-all: $(VENV)/test.installed
-	$(PYTEST)
+	$(PYTEST) -m "not covered_by_slow"
 
 # A few tests with the packages of the extra: fairseq with all requirements of its own metadata, numpy < 2, and the newest
 # transformers, for which constraints.txt's peft is too old. Only torchaudio is uninstalled, see above. For Python 3.11
@@ -104,8 +108,9 @@ sanitize: $(VENV)/test.installed
 	PYTHONPATH=tests/helpers $(SANITIZER) --tool racecheck $(BIN)/python tests/gpu/sanitize_no_repeat_ngram.py
 
 # What the tests of the kernels for aarch64 and those of clang's warnings need beside g++; without it they are skipped.
+# And ccache, because the tests compile the same sources with the same options several times.
 emulator:
-	apt-get update --quiet && apt-get install --yes g++-aarch64-linux-gnu qemu-user clang
+	apt-get update --quiet && apt-get install --yes g++-aarch64-linux-gnu qemu-user clang ccache
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .

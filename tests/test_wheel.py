@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from kernel_builds import NATIVE
-from kernel_cases import all_cases, run_cases
+from kernel_cases import all_cases, play_cases, write_cases
 from python_process import REPOSITORY
 
 from fastgen.ops import simd
@@ -64,7 +64,7 @@ def installed(wheel: Path, python: str, folder: Path) -> Path:
     """Returns where the wheel is after its installation into a new environment of this Python; no compiler is found."""
     run(python, "-m", "venv", "--without-pip", folder)
     own = folder / "bin" / "python"
-    options = "--quiet", "--no-deps", "--no-index"
+    options = "--quiet", "--no-deps", "--no-index", "--no-compile"
     run(sys.executable, "-m", "pip", "--python", own, "install", *options, wheel, env=os.environ | {"PATH": ""})
     (site,) = folder.glob("lib/python3*/site-packages")
     return site
@@ -76,13 +76,14 @@ def test_a_wheel_is_for_all_pythons_and_small(wheel: Path) -> None:
 
 
 def test_the_kernels_of_one_wheel_run_under_each_python(wheel: Path, tmp_path: Path) -> None:
+    cases = all_cases()
+    inputs = write_cases(cases, tmp_path)  # before an output is right, which no library may find there
     for number, python in enumerate(pythons()):
         site = installed(wheel, python, tmp_path / str(number))
         ngrams = site / "fastgen/ops/no_repeat_ngram/_cpu.so"
         for instructions in filter(simd._LIBRARIES.get, NATIVE):
             library = site / f"fastgen/ops/{simd._LIBRARIES[instructions]}.so"
-            cases = all_cases()
-            run_cases([tmp_path / str(number) / "bin/python", PLAYER, library, ngrams], cases, tmp_path)
+            play_cases([tmp_path / str(number) / "bin/python", PLAYER, library, ngrams], inputs, cases)
             for case in cases:
                 case.check()
 

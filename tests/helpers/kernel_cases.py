@@ -235,8 +235,19 @@ def all_cases() -> list[KernelCase]:
 
 def run_cases(driver: Sequence[str | Path], cases: Sequence[KernelCase], folder: Path) -> None:
     """Has the driver call the kernels, and writes their outputs into those of the cases."""
-    inputs, results = folder / "cases", folder / "results"
-    inputs.write_bytes(b"".join(map(_packed, cases)))
+    play_cases(driver, write_cases(cases, folder), cases)
+
+
+def write_cases(cases: Sequence[KernelCase], folder: Path) -> Path:
+    """Returns a file that any number of drivers can read; it contains the outputs as they are when it is written."""
+    file = folder / "cases"
+    file.write_bytes(b"".join(map(_packed, cases)))
+    return file
+
+
+def play_cases(driver: Sequence[str | Path], inputs: Path, cases: Sequence[KernelCase]) -> None:
+    """Does what `run_cases` does, with the file that `write_cases` has written of these cases."""
+    results = inputs.with_name("results")
     done = subprocess.run([*driver, inputs, results], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     written, place = results.read_bytes(), 0

@@ -3,10 +3,10 @@
 Both need a process without TRITON_INTERPRET; see `python_process.run_functions`.
 """
 
-import os
 import re
-import subprocess
 from collections.abc import Callable, Collection
+from contextlib import redirect_stdout
+from io import StringIO
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -42,20 +42,15 @@ def compile_kernel(
         {places[name]: value for name, value in constants.items()},
         {places[name]: [["tt.divisibility", 16]] for name in divisible},
     )
-    binary = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    with knobs.compilation.scope(), knobs.nvidia.scope(), redirect_stdout(StringIO()) as log:
+        knobs.nvidia.dump_ptxas_log = True  # registers, bytes that do not fit into them, shared memory
+        knobs.compilation.always_compile = True  # a kernel of the cache would log nothing
+        binary = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     assert binary.asm["cubin"]
-    used = resources(binary.asm["ptx"], architecture)
+    used = log.getvalue()
     spilled = max(int(number) for number in re.findall(r"(\d+) bytes spill", used))
     assert spilled <= MOST_SPILLED[architecture], (architecture, types, constants, used)
     return binary
-
-
-def resources(ptx: str, architecture: int) -> str:
-    """Returns what Triton's assembler says of a kernel: registers, bytes that do not fit into them, shared memory."""
-    tool = knobs.nvidia.ptxas_blackwell if architecture >= 100 else knobs.nvidia.ptxas
-    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
-    command = [tool.path, "-v", f"-arch={target}", "-o", os.devnull, "/dev/stdin"]
-    return subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
 
 
 def versions_of(run: Callable[[], None]) -> set[str]:

@@ -29,15 +29,16 @@ print(no_repeat_ngram.no_repeat_ngram(torch.tensor([[1, 2, 1]]), torch.zeros(1, 
 
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc: the CUDA source was not compiled for a GPU")
-@pytest.mark.parametrize("architecture", GPU_ARCHITECTURES)
-def test_nvcc_compiles_the_source_without_warnings(architecture, tmp_path):
+def test_nvcc_compiles_the_source_without_warnings(tmp_path):
     options = ["-std=c++17", "-O3", "-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra,-Werror"]
-    if f"sm_{architecture}" not in subprocess.run([NVCC, "--list-gpu-code"], capture_output=True, text=True).stdout:
-        pytest.skip(f"{NVCC} does not know sm_{architecture}")
+    listed = subprocess.run([NVCC, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
+    codes = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in GPU_ARCHITECTURES if f"sm_{name}" in listed]
     output = tmp_path / "kernel.o"
-    command = [NVCC, "-c", *options, f"-arch=sm_{architecture}", "-o", output, CSRC / "no_repeat_ngram.cu"]
+    command = [NVCC, "-c", *options, *codes, "-o", output, CSRC / "no_repeat_ngram.cu"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and output.stat().st_size
+    if len(codes) < len(GPU_ARCHITECTURES):
+        pytest.skip(f"{NVCC} compiled the source without warnings, but not for all of {GPU_ARCHITECTURES}: {codes}")
 
 
 def compile_in_triton() -> None:
@@ -52,13 +53,11 @@ def compile_in_triton() -> None:
             compile_kernel(_ban_kernel, architecture, types, constants)
 
 
-@needs_triton
-def test_triton_compiles_its_kernel_without_spills(tmp_path):
-    run_functions(__file__, "compile_in_triton", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-
-
 def ban_in_growing_texts() -> None:
-    """Bans with texts and sources of all lengths; a length that is a multiple of 16 would be a case of its own."""
+    """Bans with texts and sources of all lengths; a length that is a multiple of 16 would be a case of its own.
+
+    From here on nothing is compiled in this process.
+    """
     from triton_compile import versions_of
 
     from fastgen.ops.no_repeat_ngram import triton_kernel
@@ -74,8 +73,9 @@ def ban_in_growing_texts() -> None:
 
 
 @needs_triton
-def test_triton_compiles_once_for_growing_texts():
-    run_functions(__file__, "ban_in_growing_texts", TRITON_INTERPRET="0")
+def test_triton_compiles_without_spills_and_once_for_all_lengths(tmp_path):
+    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    run_functions(__file__, "compile_in_triton", "ban_in_growing_texts", **environment)
 
 
 def test_nvcc_is_searched_where_installers_put_it(tmp_path, monkeypatch):
@@ -94,13 +94,19 @@ def test_nvcc_is_searched_where_installers_put_it(tmp_path, monkeypatch):
 
 @pytest.fixture
 def sources(tmp_path):
-    """A copy of the files that an installation needs, without the outputs of earlier ones."""
+    """A copy of the files that an installation needs, without the outputs of earlier ones.
+
+    All C++ kernels but that of n-gram blocking, whose states the tests read, are built of empty files.
+    """
     copy = tmp_path / "sources"
     copy.mkdir()
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(REPOSITORY / name, copy)
     for name in ("csrc", "fastgen"):
         shutil.copytree(REPOSITORY / name, copy / name, ignore=shutil.ignore_patterns("*.so", "*.pyd", "__pycache__"))
+    for source in (copy / "csrc").glob("*.cpp"):
+        if source.stem != "no_repeat_ngram":
+            source.write_text("")
     return copy
 
 
@@ -119,19 +125,9 @@ def script(path: Path, text: str) -> str:
     return str(path)
 
 
-@pytest.fixture
-def quick_compilers(tmp_path, monkeypatch):
-    """The compilers of this machine under their names; they leave out optimizations, about which no build decides."""
-    for name in ("cc", "gcc", "c++", "g++"):
-        if path := shutil.which(name):
-            script(tmp_path / "compilers" / name, f'exec {path} "$@" -O0')
-    monkeypatch.setenv("PATH", str(tmp_path / "compilers"), prepend=os.pathsep)
-
-
 @pytest.mark.skipif(os.name != "posix", reason="stand-ins for compilers are shell scripts")
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compilers")
 class TestInstallation:
     def test_a_failing_compiler_leaves_the_other_kernels(self, sources, tmp_path):
         """nvcc is asked for the architectures that it knows, and fails; then no compiler works."""
@@ -149,9 +145,10 @@ class TestInstallation:
     def test_kernels_of_an_earlier_build_are_not_installed(self, sources, tmp_path):
         run([sys.executable, "setup.py", "--quiet", "build"], sources, CUDA_HOME=str(tmp_path / "no-cuda"))
         assert list(sources.rglob("_cpu*.so"))
-        pip = ["-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-build-isolation"]
         site = tmp_path / "site"
-        run([sys.executable, *pip, "--target", site, sources], tmp_path, **self.no_compiler(tmp_path))
+        pip = ["-m", "pip", "--disable-pip-version-check", "install"]
+        options = ["--no-compile", "--no-deps", "--no-build-isolation", "--target", site, sources]
+        run([sys.executable, *pip, *options], tmp_path, **self.no_compiler(tmp_path))
         assert not list(site.rglob("*.so"))
         assert states_of(site, tmp_path) == {"CUDA: not built", "C++: not built", "torch: usable"}
 

@@ -117,12 +117,16 @@ def check(name: str, ban: Callable, cases: SearchStrategy[Case], max_examples: i
     holds()
 
 
-@pytest.mark.parametrize("examples", [60, pytest.param(300, marks=pytest.mark.slow)])
+def few_or_many(few: int, many: int) -> list:
+    return [pytest.param(few, marks=pytest.mark.covered_by_slow), pytest.param(many, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("examples", few_or_many(60, 300))
 def test_small_problems_are_banned_as_defined(name, ban, examples):
     check(name, ban, definition.cases(), examples)
 
 
-@pytest.mark.parametrize("examples", [30, pytest.param(90, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", few_or_many(30, 90))
 def test_ngrams_of_several_chunks_and_tiles_are_banned(name, ban, examples):
     check(name, ban, definition.wide_cases(), examples)
 

@@ -9,25 +9,27 @@ import pytest
 import torch
 from host_compiler import needs_compiler
 from kernel_builds import BUILDS, NATIVE, SOURCES, Build, runnable
-from kernel_cases import all_cases, run_cases
+from kernel_cases import KernelCase, all_cases, run_cases
 
 from fastgen.ops import simd
 
 SLOW = ("AVX2", "AVX512", "AVX512_BF16", "NEON_BF16")  # the first three are installed, and tested through fastgen
-ALL = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in BUILDS]
+SANITIZED = dict.fromkeys((*NATIVE[:1], *NATIVE[-1:]))  # the narrowest and the widest registers
+PLAIN = [name for name in BUILDS if name not in SLOW or name not in SANITIZED]  # slow tests of both would be the same
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1")
 
 pytestmark = needs_compiler
 
 
-def check_build(build: Build, folder: Path, *options: str) -> None:
+def check_build(build: Build, folder: Path, *options: str) -> list[KernelCase]:
     cases = all_cases()
     run_cases(build.driver(folder, *options), cases, folder)
     for case in cases:
         case.check()
+    return cases
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in PLAIN])
 def test_each_build_computes_what_torch_computes(name, tmp_path):
     check_build(runnable(name), tmp_path, "-O1")
 
@@ -39,11 +41,11 @@ def test_outputs_are_wrong_before_a_kernel_has_run():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", dict.fromkeys((*NATIVE[:1], *NATIVE[-1:])))
+@pytest.mark.parametrize("name", SANITIZED)
 def test_sanitizers_find_nothing_in_the_kernels(name, tmp_path):
-    """In the narrowest and the widest registers. That they find something is shown with a table that is too short."""
-    check_build(runnable(name), tmp_path, "-O1", *SANITIZERS)
-    case = next(case for case in all_cases() if case.kernel == "fastgen_lookup")
+    """And the results are right. That sanitizers find something is shown with a table that is too short."""
+    cases = check_build(runnable(name), tmp_path, "-O1", *SANITIZERS)
+    case = next(case for case in cases if case.kernel == "fastgen_lookup")
     numbers, table, *others = case.tensors
     table = table[:-1].clone()
     arguments = case.arguments[0], table.data_ptr(), *case.arguments[2:]

@@ -34,19 +34,18 @@ LOOPS = [loop for loop in LAUNCHES if HAS_FAIRSEQ or "fairseq" not in loop]
 # Left out: what a GPU rounds otherwise than a CPU (most of half precision), what the twin does not have (kernels in
 # CUDA, and in Triton those of checksums and attention, cuDNN's LSTM, `torch.cuda.graph`, streams that sleep, a second
 # GPU, a bound of a process's memory, errors of a device), and models that other tests cover.
-FILES = ["test_captured_steps_cuda.py", "test_parity_cuda.py", "test_cli_cuda.py", "test_no_repeat_ngram_cuda.py"]
-FILES += ["test_token_log_probs_cuda.py", *["test_fairseq_parity_cuda.py"] * HAS_FAIRSEQ]
 LEFT_OUT = "outlives or half or second_gpu or ancestors or tokens_of and (gpt2 or t5 or whisper)"
 COMMANDS, NGRAMS = "plain_loop or resumed", "bans_as_defined and torch or first_kernel"
 TESTS = f"captured_steps and not ({LEFT_OUT}) or {COMMANDS} or {NGRAMS} or log_probs"
 FAIRSEQ = "fairseq and (hypotheses or first_words or halves) and not lstm"
 IN_ONE_KERNEL = "ancestors or (beams and tokens_of and (llama or bart)) or hypotheses_of_cuda_graphs"
 ARCHITECTURES = "test_fp32_tokens_and_scores"  # the twin refuses tensors of a CPU among a GPU's
-RUNS = {
-    "torch": (TESTS, 40, "0"),
-    "fairseq": (FAIRSEQ, 70, "0"),
-    "kernel": (IN_ONE_KERNEL, 5, "1"),
-    "architectures": (ARCHITECTURES, 90, "0"),
+OF_FAIRSEQ = ["fairseq_parity"] * HAS_FAIRSEQ
+RUNS = {  # files, which of their tests, at least how many, whether attention is one kernel
+    "torch": (["captured_steps", "cli", "no_repeat_ngram", "token_log_probs"], TESTS, 40, "0"),
+    "fairseq": (OF_FAIRSEQ, FAIRSEQ, 70, "0"),
+    "kernel": (["captured_steps", *OF_FAIRSEQ], IN_ONE_KERNEL, 5, "1"),
+    "architectures": (["parity"], ARCHITECTURES, 90, "0"),
 }
 FEW = ["gpt2", "llama", "bart", "t5", "whisper", "qwen3_next", "mamba"]
 # Captures begin and fail: the forward reads the device (xglm), copies an index to it (falcon), or takes no mask that is
@@ -90,8 +89,8 @@ def steps(library, tmp_path_factory):
     ],
 )
 def test_the_tests_of_a_gpu_pass_on_its_twin(library, run):
-    tests, count, kernels = RUNS[run]
-    files = [str(REPOSITORY / "tests" / "gpu" / name) for name in FILES]
+    names, tests, count, kernels = RUNS[run]
+    files = [str(REPOSITORY / "tests" / "gpu" / f"test_{name}_cuda.py") for name in names]
     environment = {"OMP_NUM_THREADS": "1", "FASTGEN_STRICT": "1", "CUDA_TWIN": str(library)}
     plugins = ("-p", "cuda_twin", "-p", "no:cacheprovider")
     options = {"path": HELPERS, "CUDA_TWIN_KERNELS": kernels, **environment}
@@ -100,7 +99,13 @@ def test_the_tests_of_a_gpu_pass_on_its_twin(library, run):
     assert not done.returncode and passed and int(passed[1]) >= count and "skipped" not in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("names", [FEW, pytest.param([*BY_NAME], marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(FEW, id="few", marks=pytest.mark.covered_by_slow),
+        pytest.param([*BY_NAME], id="all", marks=pytest.mark.slow),
+    ],
+)
 def test_steps_of_architectures_are_captured(library, names):
     script = str(HELPERS / "cuda_twin_architectures.py")
     done = run_python(script, str(library), *names, path=HELPERS, OMP_NUM_THREADS="1")

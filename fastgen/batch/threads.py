@@ -1,14 +1,16 @@
-"""OpenMP settings of the commands: how long a thread spins while it waits, and how many threads there are.
+"""Settings of a process that fastgen starts: how long OpenMP's threads spin, how many there are, and freed memory.
 
 libgomp, the OpenMP in torch's wheels, lets a waiting thread spin 300,000 times before it sleeps. If other programs use
-the same cores, this takes time from the thread that it waits for: docs/commands.md has figures. Variables that the user
-has set are not changed.
+the same cores, this takes time from the thread that it waits for. glibc returns freed blocks of 32 MB and more to the
+system at once, so each large tensor costs a fault of each of its pages: docs/commands.md has figures for both. What the
+user has set is not changed.
 
 Tests: tests/batch/test_threads.py
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import MutableMapping
@@ -16,6 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 
 SPIN_COUNT = 5000
+# Parameters of glibc's mallopt: larger blocks go back to the system when they are freed, and so does free memory at the
+# end of the heap if there is more than this.
+M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1
+LARGEST_KEPT, MOST_KEPT = 1 << 28, 1 << 30
 
 
 def set_openmp_variables() -> None:
@@ -25,6 +31,16 @@ def set_openmp_variables() -> None:
     """
     if "torch" not in sys.modules:
         set_variables(os.environ, process_cpus(), cpu_quota())
+
+
+def keep_freed_memory() -> None:
+    """Lets glibc keep freed memory for later blocks; only in processes whose memory nobody measures or shares."""
+    if sys.platform != "linux" or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        return
+    with suppress(AttributeError):  # the C library is not glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        if mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT):  # older versions accept at most 32 MB, and keep their setting
+            mallopt(M_TRIM_THRESHOLD, MOST_KEPT)
 
 
 def set_variables(environ: MutableMapping[str, str], cpus: int, quota: float | None) -> None:

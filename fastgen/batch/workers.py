@@ -32,7 +32,7 @@ from fastgen.batch.config import BatchConfig
 from fastgen.batch.errors import InputError, RunError, Stop, reason
 from fastgen.batch.planner import Batch, Item
 from fastgen.batch.task import Task, task_for
-from fastgen.batch.threads import threads_per_worker, usable_cpus
+from fastgen.batch.threads import keep_freed_memory, threads_per_worker, usable_cpus
 
 if TYPE_CHECKING:
     from fastgen.batch.pipeline import Ahead
@@ -58,6 +58,7 @@ class Worker:
         if hasattr(self, "_task"):  # its device has failed, or Ray had lost the process
             os._exit(1)  # Ray starts another process, which tries again
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        keep_freed_memory()
         import fastgen
         from fastgen.batch.pipeline import SplitOnOOM
 

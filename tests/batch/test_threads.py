@@ -1,5 +1,6 @@
-"""OpenMP's variables in the commands: set before torch is loaded, unless users set them; quotas of CPU time."""
+"""OpenMP's variables in the commands: set before torch is loaded, unless users set them; quotas; freed memory."""
 
+import platform
 import sys
 
 import pytest
@@ -7,6 +8,7 @@ from python_process import run_code, run_python
 
 from fastgen.batch import threads
 
+BLOCK = 64 << 20  # bytes
 SHOWN = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS")
 # A stand-in for torch that prints the environment.
 TORCH = f"""
@@ -125,3 +127,27 @@ def test_a_quota_is_read_from_control_groups(files, expected, tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert threads.cpu_quota(tmp_path) == expected
+
+
+# Prints the pages that the second of two equal blocks needs, of which the first was freed.
+BLOCKS = f"""
+import ctypes, resource
+from fastgen.batch import threads
+threads.keep_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(ctypes.c_size_t({BLOCK}))
+    ctypes.memset(block, 1, {BLOCK})
+    pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    libc.free(ctypes.c_void_p(block))
+print(pages)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have settings of their own")
+@pytest.mark.parametrize("environ", [{}, {"MALLOC_MMAP_THRESHOLD_": "131072"}], ids=["default", "of the user"])
+def test_freed_memory_is_kept_unless_the_user_sets_malloc(environ):
+    pages = int(run_code(BLOCKS, **environ))
+    assert pages > BLOCK // 8192 if environ else pages < BLOCK // 65536

@@ -20,7 +20,7 @@ from typing import Any
 
 import fastgen
 from fastgen.batch.errors import InputError, RunError
-from fastgen.batch.threads import set_openmp_variables
+from fastgen.batch.threads import keep_freed_memory, set_openmp_variables
 from fastgen.cli.exits import FAILED, INTERRUPTED, UNUSABLE, reader_may_leave, stoppable
 from fastgen.optimizer.fairseq import how_to_install, import_hint
 
@@ -34,6 +34,7 @@ def run(prog: str, what: str, argv: list[str] | None = None) -> int:
     Exits with 141 if the reader of the output has closed it.
     """
     set_openmp_variables()
+    keep_freed_memory()
     original_argv = sys.argv
     # fairseq reads --user-dir from sys.argv, whatever arguments its parser gets.
     sys.argv = [prog, *(original_argv[1:] if argv is None else argv)]

@@ -13,7 +13,7 @@ from contextlib import suppress
 from fastgen.batch import files
 from fastgen.batch.errors import InputError, RunError, check_packages
 from fastgen.batch.run import run
-from fastgen.batch.threads import set_openmp_variables
+from fastgen.batch.threads import keep_freed_memory, set_openmp_variables
 from fastgen.cli.exits import FAILED, SIGNALS, UNUSABLE, Signals, reader_may_leave, stoppable
 from fastgen.cli.transformers.args import PROG, parse_arguments
 
@@ -25,6 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     interrupted, 143 ended by SIGTERM. Exits with 141 if the reader of the output has closed it.
     """
     set_openmp_variables()
+    keep_freed_memory()
     stop = Signals()
     try:
         with reader_may_leave(), stoppable(*SIGNALS) as stop:

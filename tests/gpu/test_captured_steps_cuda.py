@@ -14,9 +14,9 @@ from versions import needs_gpu
 
 import fastgen
 from fastgen.optimizer.decoding import graph_cache, graphs
+from fastgen.optimizer.decoding.decode_step import LateFlags
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.static_kv_cache import StaticKVCache
-from fastgen.optimizer.transformers.decode_step import LateStopCheck
 from fastgen.testing import configured
 
 pytestmark = needs_gpu
@@ -80,7 +80,7 @@ def test_cuda_graphs_see_weights_that_change_between_calls(arguments):
 @WAYS
 def test_the_host_waits_for_no_step(monkeypatch, arguments):
     """Between the tenth and the thirtieth step, in which no buffers are outgrown, every synchronisation is an error."""
-    exchange, steps = LateStopCheck.exchange, []
+    exchange, steps = LateFlags.exchange, []
 
     def watched(self, flag):
         steps.append(1)
@@ -92,12 +92,31 @@ def test_the_host_waits_for_no_step(monkeypatch, arguments):
     inputs = inputs_on_gpu("llama")
     with capturing(smallest_capacity=64):
         model.generate(**inputs, **arguments, eos_token_id=NEVER)
-        monkeypatch.setattr(LateStopCheck, "exchange", watched)
+        monkeypatch.setattr(LateFlags, "exchange", watched)
         try:
             model.generate(**inputs, **arguments, eos_token_id=NEVER)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert len(steps) == 40
+
+
+@pytest.mark.parametrize("arguments", [BEAMS, GREEDY, SAMPLES], ids=("beams", "greedy", "samples"))
+def test_finished_rows_leave_captured_steps_in_halves(arguments):
+    """Later calls have the graphs of fewer rows."""
+    model, left, captured = model_of("llama"), [], []
+    inputs = {key: value.cuda() for key, value in inputs_of("llama", 3, 7, 5, 4, 6, 8, 3, 5).items()}
+    more = {**arguments, "min_new_tokens": 3, "max_new_tokens": 60, "eos_token_id": list(range(3, 90, 15))}
+    state = torch.cuda.get_rng_state()
+    for _ in range(2):
+        with watched("compact a step") as compactions, watched("capture a step") as captures:
+            torch.cuda.set_rng_state(state)
+            assert replays(model, inputs, **more) > 20
+        left.append([len(call.args[2]) for call in compactions])
+        captured.append(len(captures))
+    rows = 8 * arguments.get("num_beams", arguments.get("num_return_sequences", 1))
+    assert left[0] == left[1] and len(left[0]) > 1
+    assert [rows, *left[0]] == sorted({rows, *left[0]}, reverse=True) and len(left[0]) <= 5
+    assert captured[0] > len(left[0]) and not captured[1]
 
 
 def test_a_long_call_with_ancestors_captures_once():

@@ -36,7 +36,7 @@ PARTS = {
     "masks were built": f"{_TRANSFORMERS}.decode_step:StepMasks.keep_sync",
     "pad inputs": f"{_TRANSFORMERS}.decode_step:TransformersDecodeStep._pad",
     "wait for a flag": f"{_TRANSFORMERS}.decode_step:needs_sync",
-    "check for the end, a step late": f"{_TRANSFORMERS}.decode_step:LateStopCheck.exchange",
+    "check for the end, a step late": f"{_DECODING}.decode_step:LateFlags.exchange",
     # Caches.
     "copy a layer": f"{_DECODING}.kv_cache:KVCache.copy",
     "read segments": f"{_DECODING}.kv_cache:KVCache.segments",

@@ -231,6 +231,29 @@ class Captures:
         left = (self.most - graph.cache.generated_length) // size
         return step if self.wants_new(self.policy.uses(left, graph.wanted[size])) else None
 
+    def is_worth_leaving(self, leaving: int, steps_left: int) -> bool:
+        """Whether `leaving` rows should leave the batch, if at most `steps_left` steps follow.
+
+        Fewer rows read fewer keys and may compute less. Their graph is captured, unless an earlier call has done it.
+        Always true with FASTGEN_CUDA_GRAPHS=on, and before a capture.
+        """
+        loop, costs, device = self.loop, self.call.costs, self.graphs.device
+        if CONFIG.cuda_graphs == "on" or (cache := loop.mode.cache) is None:
+            return True
+        size = size_of(loop.checks.decoder, loop.checks.known_code)
+        rows = loop.rows - leaving
+        all_rows, remaining = (
+            work.without_modules._replace(bytes=work.bytes + cache.nbytes * count // loop.rows)
+            for count, work in ((count, size.step(count, device)) for count in (loop.rows, rows))
+        )
+        steps = min(steps_left, max(loop.steps, costs.min_steps_expected))
+        graphs = self.graphs.entries.values() if self.policy.remembers else ()
+        is_captured = any(graph.cache.rows == rows for graph in graphs)
+        captures = costs.captures(device)
+        added = costs.seconds(size.step(rows, device), device) * (captures.existing if is_captured else captures.new)
+        saved = costs.seconds(all_rows, device) - costs.seconds(remaining, device)
+        return bool(saved * steps >= added)
+
     # The graphs of the loop.
 
     def graph_of(self, content: KVContent, key: tuple[Any, ...] | None = None) -> CapturedGraph:

@@ -22,7 +22,7 @@ Tests: tests/optimizer/transformers/test_captured_steps.py tests/optimizer/fairs
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
@@ -150,6 +150,66 @@ class StaticSteps:
     def end(self) -> None:
         """Keeps the graph for later calls."""
         self.captures.graphs.put(self.graph)
+
+
+class LateFlags:
+    """Reads the flags of rows or inputs one step late, so that the host never waits for the step that it has queued.
+
+    The flags of a step are copied to the host while the device computes the next one. The loop undoes a step that
+    was superfluous.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self.slots = [torch.zeros(count, dtype=torch.bool, device="cpu", pin_memory=is_cuda) for _ in range(2)]
+        self.copied = [torch.cuda.Event() for _ in range(2)] if is_cuda else []
+        self.last: Tensor | None = None  # the flags of the previous step
+        self.index: list[int] | None = None  # which of these are returned; None: all
+
+    def exchange(self, flags: Tensor) -> list[bool]:
+        """Takes the flags of this step (bool `[count]`), and returns those of the previous one; none at first."""
+        slot = self.slots[0][: len(flags)]
+        slot.copy_(flags, non_blocking=True)
+        if self.copied:
+            self.copied[0].record(torch.cuda.current_stream(flags.device))
+            self.copied[1].synchronize()  # returns immediately if nothing was recorded
+            self.copied.reverse()
+        self.slots.reverse()
+        values = [] if self.last is None else self.last.tolist()
+        if self.index is not None:
+            values = [values[index] for index in self.index]
+        self.last, self.index = slot, None
+        return values
+
+    def keep(self, index: list[int]) -> None:
+        """Notes that only the rows or inputs of these flags, ascending, are in the next step."""
+        self.index = index
+
+
+def staying_in_halves(unfinished: list[int], count: int) -> list[int]:
+    """Returns which of `count` inputs stay in a captured batch, ascending: all, or a power of two.
+
+    A graph has a number of rows. So finished inputs leave once they are half of the batch, and some of them stay until
+    the next time, so that other calls have graphs of these sizes.
+    """
+    return [*range(count)] if 2 * len(unfinished) > count else with_finished(unfinished, count)
+
+
+def with_finished(unfinished: list[int], count: int) -> list[int]:
+    """Returns these of `count` inputs, and the first of the rest, so that they are a power of two; ascending."""
+    finished = sorted({*range(count)}.difference(unfinished))
+    return sorted(unfinished + finished[: power_of_two(len(unfinished)) - len(unfinished)])
+
+
+def power_of_two(count: int) -> int:
+    """Returns the smallest power of two that is not below `count`, which is positive."""
+    return 1 << (count - 1).bit_length()
+
+
+def on_device(values: Sequence[int], device: torch.device) -> Tensor:
+    """Copies numbers of the host (int64) to the device, without waiting for it."""
+    numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
 class DecodeStep(AbstractContextManager["DecodeStep"]):

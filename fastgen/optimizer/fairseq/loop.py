@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fastgen.ops.beams import Ancestors, follow
 from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.decode_step import on_device, staying_in_halves
 from fastgen.optimizer.fairseq.checks import computes_prompt_in_one_pass
 from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqDecodeStep
 from fastgen.provenance import comes_with
@@ -130,7 +131,7 @@ class Candidates:
         count = len(self.unfinished)
         if count == len(self.ended):
             return self
-        index = _on_device(self.unfinished, self.ended.device)
+        index = on_device(self.unfinished, self.ended.device)
         shift = (index - torch.arange(count, device=index.device)) * num_beams
         rows = (index[:, None] * num_beams + torch.arange(num_beams, device=index.device)).view(-1)
         return replace(
@@ -306,7 +307,7 @@ class Loop:
         if not chosen:
             return
         candidates = candidates.of_unfinished(self.num_beams)
-        index = _on_device(chosen, candidates.scores.device)
+        index = on_device(chosen, candidates.scores.device)
         finished = self.generator.finalize_hypos(
             candidates.step,
             candidates.rows.flatten().index_select(0, index),
@@ -323,22 +324,18 @@ class Loop:
         # Sentences may have left the batch since the step of these candidates, but in the same order.
         self.unfinished = [index for number, index in enumerate(self.unfinished) if number not in finished]
 
-    def remaining(self) -> list[int] | None:
+    def remaining(self, step: int) -> list[int] | None:
         """Returns the indices of the sentences that stay in the batch; None if all do.
 
-        Finished ones leave at once. If steps may be captured on a GPU, whose graphs have a number of rows each, they
-        leave once half of the sentences are finished, and a power of two stays, so that other calls have such graphs.
+        Finished ones leave at once, or in halves if steps may be captured on a GPU.
         """
         unfinished, sentences = self.unfinished, len(self.ignored)
-        if len(unfinished) == sentences:
-            return None
-        if not self.reads_late or self.step.captures is None:
-            return unfinished
-        if 2 * len(unfinished) > sentences:
-            return None
-        finished = sorted({*range(sentences)}.difference(unfinished))
-        count = 1 << (len(unfinished) - 1).bit_length()
-        return sorted(unfinished + finished[: count - len(unfinished)])
+        captures = self.step.captures if self.reads_late else None
+        if captures is not None:
+            unfinished = staying_in_halves(unfinished, sentences)
+        leaving = (sentences - len(unfinished)) * self.num_beams
+        stays = not leaving or (captures is not None and not captures.is_worth_leaving(leaving, self.max_len - step))
+        return None if stays else unfinished
 
     def advance(self, proposed: Candidates) -> None:
         """Drops finished sentences, and continues with the best candidates that do not end."""
@@ -346,9 +343,9 @@ class Loop:
         batch_index = None
         step = proposed.step
         scores, tokens, rows, ended = proposed.scores, proposed.tokens, proposed.rows, proposed.ended
-        if (remaining := self.remaining()) is not None:
+        if (remaining := self.remaining(step)) is not None:
             self.unfinished = [number for number, index in enumerate(remaining) if index in self.unfinished]
-            batch_index = _on_device(remaining, scores.device)
+            batch_index = on_device(remaining, scores.device)
             search.prune_sentences(batch_index)
             scores, tokens, rows, ended, self.ignored, self.source_lengths = (
                 states.index_select(0, batch_index)
@@ -402,12 +399,6 @@ def _flags_sync(candidates: Candidates) -> list[list[bool]]:
         candidates.copied.synchronize()
     flags = candidates.flags.tolist()
     return [flags[index] for index in candidates.unfinished]
-
-
-def _on_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """Copies numbers of the host (int64) to the device, without waiting for it."""
-    numbers: Any = torch.tensor(values, dtype=torch.int64, device="cpu")
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
 class StepHistory:

@@ -19,10 +19,11 @@ from torch.nn import functional
 from fastgen.ops.beams import Candidates, best_of_all, best_of_allowed, best_of_different
 from fastgen.optimizer.decoding.call import count
 from fastgen.optimizer.decoding.captures import can_capture
+from fastgen.optimizer.decoding.decode_step import LateFlags, on_device, staying_in_halves
 from fastgen.optimizer.decoding.report import LOOP, Reason
 from fastgen.optimizer.transformers import compat
 from fastgen.optimizer.transformers.checks import CallChecks, HostModel, LoopArguments, current_call
-from fastgen.optimizer.transformers.decode_step import LateStopCheck, TransformersDecodeStep
+from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep
 from fastgen.optimizer.transformers.outputs import Outputs, drop_unused_outputs
 from fastgen.optimizer.transformers.processors import (
     ALONE,
@@ -104,8 +105,9 @@ class BeamSearch:
     prompt, `[B, M, max_length]`; best_scores, lengths, complete: their scores, numbers of generated tokens, and whether
     they have ended, `[B, M]`. can_improve: whether a beam may still become one of them, `[B, 1]`. is_full: whether an
     input has enough hypotheses and takes no more, `[B, 1]`. batch_index: the indices of these inputs in the batch,
-    `[B]`. late_stop: reads the end one step late, so that the host does not wait for the device, or None; has_ended:
-    whether the search was over before this step, on the device.
+    `[B]`. late: reads one step late whether the search has ended, and which inputs are final, so that the host does not
+    wait for the device, or None; has_ended: whether the search was over before this step, on the device. was_nan:
+    whether a score was NaN after inputs had left, on the device.
     """
 
     def __init__(self, input_ids: Tensor, config: Any, step: TransformersDecodeStep) -> None:
@@ -138,19 +140,23 @@ class BeamSearch:
         self.parents = torch.empty((rows, 0), dtype=torch.int32, device=device)
         generated = config.max_length - self.prompt_length
         self.best_parents = torch.full((inputs, self.num_beams, generated), -1, dtype=torch.int32, device=device)
-        self.late_stop = LateStopCheck(device) if step.stops_late and not config.do_sample else None
+        self.late = LateFlags(1 + inputs, device) if step.stops_late and not config.do_sample else None
         self.has_ended = torch.zeros((), dtype=torch.bool, device=device)
+        self.was_nan = torch.zeros_like(self.has_ended)
 
     def run(self, stopping_criteria: Any) -> Any:
         """Returns what the library returns: sequences `[inputs * num_return_sequences, length]`, or a dictionary."""
         stop = False
         while not stop:
             stop, is_final = self.advance(*self.candidates(), stopping_criteria)
-            if self.results is not None and self.scores.isnan().any():
-                raise ScoresAreNaN
-            left = self.config.max_length - self.input_ids.shape[1]
-            if not stop and any(is_final) and self.step.should_compact(sum(is_final) * self.step.rows_per_input, left):
-                self.compact([index for index, final in enumerate(is_final) if not final])
+            if self.results is not None:
+                self.was_nan |= self.scores.isnan().any()
+                if self.late is None and self.was_nan:
+                    raise ScoresAreNaN
+            if not stop and any(is_final):
+                self.compact(is_final)
+        if self.was_nan:
+            raise ScoresAreNaN
         best, lengths, scores = self.stored()
         self.step.call.host.beam_scores = scores
         returned = self.config.num_return_sequences
@@ -235,16 +241,15 @@ class BeamSearch:
         chosen = torch.topk(continuing, k=self.num_beams)[1]
         self.scores = continuing.gather(1, chosen)
         entering = self.enter(candidates, ended, length - self.prompt_length)
-        stop = self.judge(ended, length - self.prompt_length)
-        if self.late_stop is None:
+        stop, is_final = self.judge(ended, length - self.prompt_length)
+        if self.late is None:
             unmoved = entering == self.beam_ids
-            is_final = self.is_final()
-            stop, unmoved, *is_final = torch.cat([stop.view(1), unmoved.all().view(1), is_final.flatten()]).tolist()
+            stop, unmoved, *is_final = torch.cat([stop.view(1), unmoved.all().view(1), is_final]).tolist()
         else:
             self.has_ended = stop
-            stop = self.late_stop.exchange(stop) or length >= self.config.max_length
+            has_ended, *is_final = self.late.exchange(torch.cat([stop.view(1), is_final])) or [False]
+            stop = has_ended or length >= self.config.max_length
             unmoved = False
-            is_final = []
         if not unmoved:
             if (tokens_of := continued) is None:
                 tokens_of = joined(self.input_ids, parents, tokens)
@@ -273,7 +278,7 @@ class BeamSearch:
         scores.add_(~self.can_improve, alpha=OUT).add_(~ended, alpha=OUT)
         merged = torch.cat([self.best_scores, scores], dim=1)
         entering = torch.topk(merged, k=self.num_beams)[1]
-        if self.late_stop is not None:  # after the end, no hypothesis is added
+        if self.late is not None:  # after the end, no hypothesis is added
             entering = torch.where(self.has_ended, self.beam_ids, entering)
         self.best_scores = merged.gather(1, entering)
         self.complete = torch.cat([self.complete, ended], dim=1).gather(1, entering)
@@ -281,8 +286,11 @@ class BeamSearch:
         self.lengths = torch.cat([self.lengths, lengths], dim=1).gather(1, entering)
         return entering
 
-    def judge(self, ended: Tensor, generated: int) -> Tensor:
-        """Updates `can_improve` and `is_full`, and returns whether the search has ended."""
+    def judge(self, ended: Tensor, generated: int) -> tuple[Tensor, Tensor]:
+        """Updates `can_improve` and `is_full`; returns whether the search has ended, and which inputs may leave.
+
+        These are inputs whose hypotheses are final, `[B]`, which they stay, so that inputs may leave a step late.
+        """
         config = self.config
         if config.early_stopping == "never" and config.length_penalty > 0.0:
             generated = config.max_length - self.prompt_length
@@ -291,15 +299,14 @@ class BeamSearch:
         to_beat = torch.where(self.complete, worst, OUT)
         self.can_improve = self.can_improve & (best_possible > to_beat).any(dim=-1, keepdim=True)
         stop = ~self.can_improve.any() | ended.all()
+        may_change = self.can_improve
         if config.early_stopping is True:
             self.is_full = self.complete.all(dim=-1, keepdim=True)
             stop |= self.is_full.all()
-        return stop
-
-    def is_final(self) -> Tensor:
-        """Returns for each input, `[B, 1]`, whether its hypotheses are final."""
-        worst = self.best_scores.amin(dim=1, keepdim=True)
-        return (~self.can_improve | self.is_full) & (worst > LOWEST)
+            may_change = may_change & ~self.is_full
+        if len(self.scores) == 1:
+            return stop, stop.new_empty(0)
+        return stop, torch.where(may_change, False, worst > LOWEST).flatten()
 
     @staticmethod
     def move_best(best: Tensor, entering: Tensor, candidates: Tensor) -> None:
@@ -308,10 +315,20 @@ class BeamSearch:
         merged = torch.cat([best[:, :, :length], candidates], dim=1)
         best[:, :, :length] = merged.take_along_dim(entering[:, :, None], dim=1)
 
-    def compact(self, remaining: list[int]) -> None:
-        """Drops the inputs that are not among `remaining`."""
+    def compact(self, is_final: list[bool]) -> None:
+        """Drops inputs whose hypotheses are final, if that is worthwhile."""
+        if not (remaining := [index for index, final in enumerate(is_final) if not final]):
+            return
+        if self.late is not None:
+            remaining = staying_in_halves(remaining, len(is_final))
+        leaving = (len(is_final) - len(remaining)) * self.num_beams
+        left = self.config.max_length - self.input_ids.shape[1]
+        if not leaving or not self.step.should_compact(leaving, left):
+            return
+        if self.late is not None:
+            self.late.keep([0, *(1 + index for index in remaining)])
         self.results = self.stored()
-        batch_index = torch.tensor(remaining, device=self.batch_index.device)
+        batch_index = on_device(remaining, self.batch_index.device)
         rows = (batch_index[:, None] * self.num_beams + self.beam_ids).flatten()
         self.step.compact(batch_index, rows)
         self.input_ids = self.input_ids.index_select(0, rows)

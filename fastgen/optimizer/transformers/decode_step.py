@@ -316,8 +316,11 @@ class TransformersDecodeStep(DecodeStep):
 
     def should_compact(self, leaving: int, steps_left: int) -> bool:
         """Whether `leaving` finished rows should leave the batch now; steps_left: the most steps that may follow."""
-        size = size_of(self.model, self.checks.known_code)
-        pays = is_worth_compacting(self.call.costs, size, leaving, self.rows, self.steps, steps_left)
+        if self.model.device.type == "cuda":
+            pays = self.captures is not None and self.captures.is_worth_leaving(leaving, steps_left)
+        else:
+            size = size_of(self.model, self.checks.known_code)
+            pays = is_worth_compacting(self.call.costs, size, leaving, self.rows, self.steps, steps_left)
         return bool(self.arguments.get("use_cache")) and pays and not self.compaction_reasons
 
     @cached_property
@@ -390,28 +393,6 @@ class StepMasks:
             new.fill_(True if mask.dtype == torch.bool else 0)
         self._length = cache.generated_length + 1
         return self._masks
-
-
-class LateStopCheck:
-    """Reads whether a loop stops one step late, so that the host never waits for the step that it has just queued.
-
-    The flags of consecutive steps are copied to the host while the device works. The loop undoes the superfluous step.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        is_cuda = device.type == "cuda"
-        self.slots = [torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=is_cuda) for _ in range(2)]
-        self.copied = [torch.cuda.Event() for _ in range(2)] if is_cuda else []
-
-    def exchange(self, flag: Tensor) -> bool:
-        """Takes the flag of this step (bool, no dimension), and returns the previous step's; False at first."""
-        self.slots[0].copy_(flag, non_blocking=True)
-        if self.copied:
-            self.copied[0].record(torch.cuda.current_stream(flag.device))
-            self.copied[1].synchronize()  # returns immediately if nothing was recorded
-            self.copied.reverse()
-        self.slots.reverse()
-        return bool(self.slots[0])
 
 
 def tensors_of(masks: Any) -> list[Any]:

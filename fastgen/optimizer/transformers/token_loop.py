@@ -1,7 +1,7 @@
-"""`GenerationMixin._sample`: captured steps, and on a CPU drafts and compaction. Other calls go to the library's loop.
+"""`GenerationMixin._sample`: captured steps, compaction, and drafts on a CPU. Other calls go to the library's loop.
 
-Rows that have ended leave the batch. In sampling, random numbers are still drawn for all rows, as by the library, so
-that a seed gives the same samples.
+Rows that have ended leave the batch: at once on a CPU, in halves on a GPU. In sampling, random numbers are still drawn
+for all rows, as by the library, so that a seed gives the same samples.
 
 Tests: tests/optimizer/transformers/test_finished_inputs.py, tests/optimizer/transformers/test_captured_steps.py,
 tests/optimizer/transformers/test_refused_calls.py
@@ -23,10 +23,11 @@ from fastgen.config import CONFIG
 from fastgen.ops.probes import probe
 from fastgen.optimizer.decoding.captures import can_capture, unwanted_reasons
 from fastgen.optimizer.decoding.cost_model import CostModel, ModelSize, Work, size_of
+from fastgen.optimizer.decoding.decode_step import LateFlags, on_device, power_of_two, with_finished
 from fastgen.optimizer.decoding.report import DRAFTS, LOOP, STEPS, Reason, check, that_hold
 from fastgen.optimizer.transformers import compat
 from fastgen.optimizer.transformers.checks import CallChecks, HostModel, LoopArguments, current_call
-from fastgen.optimizer.transformers.decode_step import LateStopCheck, TransformersDecodeStep, is_worth_compacting
+from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep, is_worth_compacting
 from fastgen.optimizer.transformers.outputs import Outputs, drop_unused_outputs
 from fastgen.optimizer.transformers.processors import may_write, writing_processors
 from fastgen.optimizer.transformers.row_draws import RowDraws
@@ -91,16 +92,20 @@ def parts_of_loop(checks: CallChecks) -> tuple[bool, bool, bool]:
     rows, length = input_ids.shape
     steps = (config.max_length or 0) - length
     size = size_of(model, checks.known_code)
-    compacts = is_worth_compacting(call.costs, size, rows - 1, rows, steps, steps - 1)
-    compacts = compacts and not (config.return_dict_in_generate or call.host.user_cache)
-    compacts = compacts and _can_end_early(input_ids, criteria, config)
     unwanted = unwanted_reasons(call, input_ids.device, steps)
     call.report.add_reasons(STEPS, unwanted)
+    is_cpu = input_ids.device.type == "cpu"
+    compacts = is_worth_compacting(call.costs, size, rows - 1, rows, steps, steps - 1) if is_cpu else not unwanted
+    compacts = compacts and not (config.return_dict_in_generate or call.host.user_cache)
+    compacts = compacts and _can_end_early(input_ids, criteria, config)
     drafts = _may_draft(checks, steps)
     if unwanted and not (compacts or drafts):
         return nothing
     call.report.add_reasons(LOOP, checks.loop)
-    return nothing if checks.loop else (compacts, can_capture(checks, rows, steps), drafts)
+    if checks.loop:
+        return nothing
+    captures = can_capture(checks, rows, steps)
+    return compacts and (is_cpu or captures), captures, drafts
 
 
 def _may_draft(checks: CallChecks, steps: int) -> bool:
@@ -131,12 +136,12 @@ def unwanted_drafts(costs: CostModel, size: ModelSize, rows: int, steps: int) ->
 
 
 def _can_end_early(input_ids: Tensor, stopping_criteria: Any, config: Any) -> bool:
-    """Whether some of several rows may end before other rows, on a CPU.
+    """Whether some of several rows may end before other rows, on a CPU or a GPU.
 
     Not with no_repeat_ngram_size 1: a row that has ended may have no token left, for which the library raises an error.
     """
     has_end = any(type(criterion) is EosTokenCriteria for criterion in stopping_criteria)
-    several = input_ids.shape[0] > 1 and input_ids.device.type == "cpu"
+    several = input_ids.shape[0] > 1 and input_ids.device.type in ("cpu", "cuda")
     draws = not config.do_sample or (config.no_repeat_ngram_size != 1 and _draws_as_torch(input_ids.device))
     return has_end and several and draws
 
@@ -146,10 +151,10 @@ class TokenLoop:
 
     input_ids: the tokens of the rows in the batch, `[rows, length]`; unfinished: whether each has not ended, bool
     `[rows]`; row_index: their indices among all_rows rows. finished: indices and tokens of the batch before each
-    compaction. late_stop: reads the end one step late, so that the host does not wait for the device, or None.
-    draws_itself: whether tokens are drawn with `_draw` or `_draw_on_gpu`. drew_for_padding: whether a padding token was
-    fed and a token drawn from its logits. criteria, lengths: the stopping criteria; those of the length are evaluated
-    on the host.
+    compaction. late: reads `unfinished` one step late, so that the host does not wait for the device, or None;
+    late_flags: what it has read. draws_itself: whether tokens are drawn with `_draw` or `_draw_on_gpu`.
+    drew_for_padding: whether a padding token was fed and a token drawn from its logits. criteria, lengths: the stopping
+    criteria; those of the length are evaluated on the host.
     """
 
     def __init__(self, input_ids: Tensor, config: Any, step: TransformersDecodeStep, compacts: bool) -> None:
@@ -162,7 +167,8 @@ class TokenLoop:
         self.row_index = torch.arange(self.all_rows, device=device)
         self.finished: list[tuple[Tensor, Tensor]] = []
         self.outputs = Outputs(config)
-        self.late_stop = LateStopCheck(device) if step.stops_late else None
+        self.late = LateFlags(self.all_rows, device) if step.stops_late else None
+        self.late_flags: list[bool] = []
         self.drew_for_padding = False
         self.draws_itself = config.do_sample and device.type in ("cpu", "cuda") and _draws_as_torch(device)
         self.random = _generator_of(device)
@@ -203,7 +209,7 @@ class TokenLoop:
             logits = logits.clone()
         scores = processors(self.input_ids, logits) if processors else logits
         self.outputs.add(logits, scores)
-        previous_state = self.random.get_state() if draws and self.late_stop is not None else None
+        previous_state = self.random.get_state() if draws and self.late is not None else None
         if not draws:
             tokens = torch.argmax(scores, dim=-1)
         elif by_row is not None:
@@ -225,10 +231,11 @@ class TokenLoop:
             streamer.put(tokens.cpu())
         if not self.criteria:
             return is_last
-        has_ended = ~self.unfinished.any()
-        if self.late_stop is None:
-            return is_last or bool(has_ended)
-        if self.late_stop.exchange(has_ended):  # this step was superfluous
+        if self.late is None:
+            return is_last or not bool(self.unfinished.any())
+        self.drew_for_padding |= not all(self.late_flags)  # these rows had ended two steps ago: their padding was fed
+        self.late_flags = self.late.exchange(self.unfinished)
+        if self.late_flags and not any(self.late_flags):  # this step was superfluous
             if previous_state is not None:
                 self.random.set_state(previous_state)
             self.input_ids = self.input_ids[:, :-1]
@@ -246,7 +253,7 @@ class TokenLoop:
         if not self.draws_itself or probs.shape[:-1] != self.unfinished.shape:
             return torch.multinomial(probs, num_samples=1).squeeze(1)
         if probs.is_cuda:
-            return _draw_on_gpu(probs)
+            return _draw_on_gpu(probs, self.all_rows, None if len(probs) == self.all_rows else self.row_index)
         live = self.unfinished if self.pads else torch.ones_like(self.unfinished)
         all_unfinished = len(probs) == self.all_rows and bool(live.all())
         is_small = all_unfinished and probs.numel() < MIN_ELEMENTS_TO_DRAW
@@ -268,25 +275,45 @@ class TokenLoop:
         step = self.step
         if step.call.rows and step.steps == 1:
             step.rows_per_input = step.call.rows // step.call.inputs
+        unfinished = self.unfinished.tolist() if self.late is None else self.late_flags
+        if all(unfinished) or not self.pads:
+            return
         if self.config.do_sample and not self.drew_for_padding:
-            fed = self.input_ids[:, -2:-1]  # empty in the first step after embeddings
-            self.drew_for_padding = self.pad is not None and bool((fed == self.pad).any())
+            if self.late is None:
+                fed = self.input_ids[:, -2:-1]  # empty in the first step after embeddings
+                self.drew_for_padding = bool((fed == self.pad).any())
             if not self.drew_for_padding:
                 return
-        unfinished = self.unfinished.view(-1, step.rows_per_input)  # [inputs, rows_per_input]
-        counts = unfinished.sum(dim=1)
-        remaining = counts.nonzero().flatten()
-        most = int(counts.max())
+        by_input, inputs, most = self.staying(unfinished)
         left = self.config.max_length - self.input_ids.shape[1]
-        leaving = len(self.input_ids) - len(remaining) * most
+        leaving = len(unfinished) - len(inputs) * most
         if not leaving or not step.should_compact(leaving, left):
             return
+        rows = []
+        for index in inputs:
+            unfinished_first = sorted(range(step.rows_per_input), key=lambda row: not by_input[index][row])
+            rows += [index * step.rows_per_input + row for row in sorted(unfinished_first[:most])]
         self.finished.append((self.row_index, self.input_ids))
-        chosen = unfinished[remaining].long().argsort(dim=1, descending=True, stable=True)[:, :most].sort(dim=1).values
-        rows = (chosen + remaining[:, None] * step.rows_per_input).flatten()
-        step.compact(remaining, rows)
-        self.input_ids, self.unfinished = self.input_ids[rows], self.unfinished[rows]
-        self.row_index = self.row_index[rows]
+        device = self.input_ids.device
+        chosen = on_device(rows, device)
+        step.compact(on_device(inputs, device), chosen)
+        if self.late is not None:
+            self.late.keep(rows)
+        self.input_ids, self.unfinished = self.input_ids[chosen], self.unfinished[chosen]
+        self.row_index = self.row_index[chosen]
+
+    def staying(self, unfinished: list[bool]) -> tuple[list[list[bool]], list[int], int]:
+        """Returns the flags by input, which inputs stay, and how many rows each keeps; on a GPU powers of two."""
+        size = self.step.rows_per_input
+        by_input = [unfinished[first : first + size] for first in range(0, len(unfinished), size)]
+        inputs = [index for index, flags in enumerate(by_input) if any(flags)]
+        most = max(map(sum, by_input))
+        if self.late is not None:
+            if 2 * len(inputs) * most > len(unfinished):
+                return by_input, [*range(len(by_input))], size
+            most = min(power_of_two(most), size)
+            inputs = with_finished(inputs, len(by_input))
+        return by_input, inputs, most
 
 
 def _generator_of(device: torch.device) -> torch.Generator:
@@ -316,14 +343,16 @@ def _draw(probs: Tensor, rows: int, row_index: Tensor) -> Tensor:
     return (probs / noise).argmax(dim=-1)
 
 
-def _draw_on_gpu(probs: Tensor) -> Tensor:
-    """Draws what `torch.multinomial` draws from softmax's probabilities `[rows, vocabulary_size]`.
+def _draw_on_gpu(probs: Tensor, rows: int, row_index: Tensor | None) -> Tensor:
+    """Draws what `torch.multinomial` draws from softmax's probabilities `[rows, vocabulary_size]`, for some rows.
 
-    torch checks the largest and the smallest number and the sum of each row in eleven kernels. Softmax gives
-    probabilities or, for logits that are not finite, NaN, which one sum shows.
+    row_index: as in `_draw`; None: all rows. torch checks the largest and the smallest number and the sum of each row
+    in eleven kernels. Softmax gives probabilities or, for logits that are not finite, NaN, which one sum shows.
     """
     torch._assert_async(probs.sum() < math.inf, "probabilities to draw from are not finite")
-    noise = torch.empty_like(probs).exponential_()
+    noise = probs.new_empty((rows, probs.shape[1])).exponential_()
+    if row_index is not None:
+        noise = noise[row_index]
     return torch.div(probs, noise, out=noise).argmax(dim=-1)
 
 
@@ -338,7 +367,7 @@ def _draws_as_torch(device: torch.device) -> bool:
         expected = torch.multinomial(probs, num_samples=1).squeeze(1)[rows]
         expected_state = random.get_state()
         random.set_state(state)
-        tokens = _draw(probs[rows], 6, rows) if device.type == "cpu" else _draw_on_gpu(probs)[rows]
+        tokens = _draw(probs[rows], 6, rows) if device.type == "cpu" else _draw_on_gpu(probs[rows], 6, rows)
         return torch.equal(tokens, expected) and torch.equal(random.get_state(), expected_state)
     finally:
         random.set_state(state)

@@ -1,8 +1,10 @@
 """Attention of decode steps to keys and values in segments on a GPU, in Triton.
 
-One kernel launch for each segment, and one that merges. A program folds the queries of all rows and heads that share a
-key head of one copy into a tile of a tensor-core product (FastSeq §4.1, Hydragen), and sums over a chunk of the
-segment's length (split-KV, as in Flash-Decoding); scores and sums are fp32. With `Bounds`, which say on the device
+One kernel launch for each segment. A program folds the queries of all rows and heads that share a key head of one copy
+into a tile of a tensor-core product (FastSeq §4.1, Hydragen), and sums over a chunk of the segment's length (split-KV,
+as in Flash-Decoding) if a segment has fewer programs than the GPU has multiprocessors; scores and sums are fp32. The
+programs of the last segment merge what earlier launches have summed, unless they sum over chunks themselves: then
+another launch merges. With `Bounds`, which say on the device
 what a step sees, padding and spare capacity of a static cache are not read, and keys of each row are found in the rows
 that wrote them.
 
@@ -30,7 +32,6 @@ LARGEST_WIDTH = 256
 MOST_POSITIONS = 32  # with one segment: with more, torch's attention keeps the GPU busy
 MOST_PARTIAL_BYTES = 1 << 28  # with one chunk per segment
 SHORTEST_CHUNK = 128  # keys per program
-PROGRAMS_PER_MULTIPROCESSOR = 8
 
 _NO_MASK, _ADDED, _BOOL = 0, 1, 2
 
@@ -66,16 +67,18 @@ def _seen_scores(scores, seen, is_key, mask, copy_offset, offsets, s, MASK: tl.c
 ])  # fmt: skip
 def _add_up(
     query, q_row, q_head, q_position, keys, k_copy, k_head, k_key, values, v_copy, v_head, v_key,
-    mask, mask_row, mask_head, mask_position, first_key, last_key, ancestors, a_row, sums, maxima, scale,
+    mask, mask_row, mask_head, mask_position, first_key, last_key, ancestors, a_row, sums, maxima,
+    output, o_row, o_head, o_position, scale,
     heads, positions, slots, first_slot, length, queries, rows_per_copy, splits, chunk, mask_start,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, GROUPS: tl.constexpr, MASK: tl.constexpr, ONE_MASK: tl.constexpr,
-    HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr, HAS_ANCESTORS: tl.constexpr, TILE: tl.constexpr,
-    BLOCK: tl.constexpr, WIDTH_2: tl.constexpr, VALUE_WIDTH_2: tl.constexpr,
+    HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr, HAS_ANCESTORS: tl.constexpr, MERGES: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, WIDTH_2: tl.constexpr, VALUE_WIDTH_2: tl.constexpr,
 ):  # fmt: skip
     """Computes the partial results for a chunk of a copy, a tile of its queries, and a key head.
 
     sums `[queries of all rows, slots, VALUE_WIDTH]`, maxima `[…, slots, 2]`: the partial results. This segment has
-    `splits` slots from `first_slot` on. ONE_MASK: all queries of a copy see the same keys.
+    `splits` slots from `first_slot` on; with MERGES it has none, but merges those of earlier segments into the output.
+    ONE_MASK: all queries of a copy see the same keys.
     """
     index, kv_head = tl.program_id(0), tl.program_id(1)
     split, tiles = index % splits, tl.cdiv(queries, TILE)
@@ -119,10 +122,28 @@ def _add_up(
         v = tl.load(v_ptrs + v_start[:, None] + dv[None, :], mask=is_key[:, None] & is_value_width[None, :], other=0.0)
         result = result * shrunk[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * shrunk + tl.sum(weights, 1)
-    slot = ((row.to(tl.int64) * heads + head) * positions + position) * slots + first_slot + split
-    tl.store(sums + slot[:, None] * VALUE_WIDTH + dv[None, :], result, mask=is_query[:, None] & is_value_width[None, :])
-    tl.store(maxima + slot * 2, largest, mask=is_query)
-    tl.store(maxima + slot * 2 + 1, total, mask=is_query)
+    slot = ((row.to(tl.int64) * heads + head) * positions + position) * slots
+    is_there = is_query[:, None] & is_value_width[None, :]
+    if MERGES:
+        for _ in range(slots):
+            part = tl.load(sums + slot[:, None] * VALUE_WIDTH + dv[None, :], mask=is_there, other=0.0)
+            part_largest = tl.load(maxima + slot * 2, mask=is_query, other=-float("inf"))
+            new_largest = tl.maximum(largest, part_largest)
+            base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
+            factor, part_factor = tl.exp(largest - base), tl.exp(part_largest - base)
+            result = result * factor[:, None] + part * part_factor[:, None]
+            part_total = tl.load(maxima + slot * 2 + 1, mask=is_query, other=0.0)
+            total = total * factor + part_total * part_factor
+            largest = new_largest
+            slot += 1
+        mean = tl.where(total[:, None] == 0.0, 0.0, result / tl.where(total == 0.0, 1.0, total)[:, None])
+        o_ptrs = output + row.to(tl.int64) * o_row + head * o_head + position * o_position
+        tl.store(o_ptrs[:, None] + dv[None, :], mean.to(output.dtype.element_ty), mask=is_there)
+    else:
+        slot += first_slot + split
+        tl.store(sums + slot[:, None] * VALUE_WIDTH + dv[None, :], result, mask=is_there)
+        tl.store(maxima + slot * 2, largest, mask=is_query)
+        tl.store(maxima + slot * 2 + 1, total, mask=is_query)
 
 
 @triton.jit(do_not_specialize=["positions", "slots"])
@@ -174,22 +195,24 @@ def attention(
     scale: float,
     bounds: Bounds | None = None,
 ) -> Tensor:
-    """Computes `shared_attention` on the current stream, with one launch per segment and one that merges.
+    """Computes `shared_attention` on the current stream, with one launch per segment; one more if the last has chunks.
 
     Many positions are computed in parts, whose partial results need no more than `MOST_PARTIAL_BYTES`; a step has few.
     """
     rows, heads, positions, width = query.shape
     kv_heads, value_width = keys[0].shape[1], values[0].shape[3]
-    most = max(MOST_PARTIAL_BYTES // (4 * rows * heads * len(keys) * (value_width + 2)), MOST_POSITIONS)
+    slots = max(len(keys) - 1, 1)
+    most = max(MOST_PARTIAL_BYTES // (4 * rows * heads * slots * (value_width + 2)), MOST_POSITIONS)
     if bounds is None and positions > most:
         return in_parts(attention, query, keys, values, mask, scale, most)
     width_2, value_width_2 = _padded(width), _padded(value_width)
     queries = [rows // segment.shape[0] * (heads // kv_heads) * positions for segment in keys]
     tiles = [_tile(count, width, query.dtype) for count in queries]
     programs = [segment.shape[0] * triton.cdiv(count, tile) for segment, count, tile in zip(keys, queries, tiles)]
-    chunk = _chunk(kv_heads * sum(count * part.shape[2] for count, part in zip(programs, keys)), query.device)
-    splits = [triton.cdiv(segment.shape[2], chunk) for segment in keys]
-    slots, first_slot, start = sum(splits), 0, 0
+    chunks = [_chunk(part.shape[2], kv_heads * count, query.device) for count, part in zip(programs, keys)]
+    splits = [triton.cdiv(segment.shape[2], chunk) for segment, chunk in zip(keys, chunks)]
+    merges = splits[-1] == 1
+    slots, first_slot, start = sum(splits) - merges, 0, 0
     sums = query.new_empty((rows * heads * positions, slots, value_width), dtype=torch.float32)
     maxima = query.new_empty((rows * heads * positions, slots, 2), dtype=torch.float32)
     output = query.new_empty((rows, positions, heads, value_width)).transpose(1, 2)
@@ -207,20 +230,21 @@ def attention(
             length, rows_per_copy, is_last = k.shape[2], rows // k.shape[0], index == len(keys) - 1
             _add_up[(programs[index] * splits[index], kv_heads)](
                 query, *query.stride()[:3], k, *k.stride()[:3], v, *v.stride()[:3], *mask_arguments,
-                first_key, last_key, *table, sums, maxima, scale,
-                heads, positions, slots, first_slot, length, queries[index], rows_per_copy, splits[index], chunk, start,
+                first_key, last_key, *table, sums, maxima, output, *output.stride()[:3], scale, heads, positions, slots,
+                first_slot, length, queries[index], rows_per_copy, splits[index], chunks[index], start,
                 WIDTH=width, VALUE_WIDTH=value_width, GROUPS=heads // kv_heads, MASK=kind,
                 ONE_MASK=by_row and (rows_per_copy == 1 or mask_arguments[1] == 0),
                 HAS_FIRST=bounds is not None and index == 0, HAS_LAST=bounds is not None and is_last,
-                HAS_ANCESTORS=ancestors is not None and is_last,
+                HAS_ANCESTORS=ancestors is not None and is_last, MERGES=merges and is_last,
                 TILE=tiles[index], WIDTH_2=width_2, VALUE_WIDTH_2=value_width_2,
                 **_tuning(tiles[index], width_2, query.dtype),
             )  # fmt: skip
             first_slot, start = first_slot + splits[index], start + length
-        _merge[(rows * heads * positions,)](
-            sums, maxima, output, *output.stride()[:3], heads, positions, slots,
-            VALUE_WIDTH=value_width, VALUE_WIDTH_2=value_width_2, BLOCK=min(triton.next_power_of_2(slots), 32),
-        )  # fmt: skip
+        if not merges:
+            _merge[(rows * heads * positions,)](
+                sums, maxima, output, *output.stride()[:3], heads, positions, slots,
+                VALUE_WIDTH=value_width, VALUE_WIDTH_2=value_width_2, BLOCK=min(triton.next_power_of_2(slots), 32),
+            )  # fmt: skip
     return output
 
 
@@ -242,11 +266,16 @@ def _tuning(tile: int, width: int, dtype: torch.dtype) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": warps}
 
 
-def _chunk(work: int, device: torch.device) -> int:
-    """Returns the number of keys per program that keeps all multiprocessors busy; work: keys times tiles."""
-    return max(SHORTEST_CHUNK, -(-work // (PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(device)) // 64) * 64)
+def _chunk(length: int, programs: int, device: torch.device) -> int:
+    """Returns how many of a segment's keys a program sums over; programs: how many there are without chunks.
+
+    Programs fill the multiprocessors; with more chunks, more partial results would be written.
+    """
+    splits = max(1, _multiprocessors(device) // programs)
+    return max(SHORTEST_CHUNK, -(-length // splits // 64) * 64)
 
 
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    """Returns the number of a GPU's multiprocessors; without one, in Triton's interpreter, that of an H200."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

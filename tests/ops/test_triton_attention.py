@@ -1,6 +1,8 @@
 """Attention in Triton, in its interpreter without a GPU: equal to the definition in fp64."""
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
@@ -26,6 +28,7 @@ CASES = {
     "one key": (4, 4, 4, 1, 16, 16, [(2, 1), (4, 1)], None),
     "width 80": (4, 8, 8, 1, 80, 80, [(1, 200), (4, 40)], "bool"),
     "three tokens": (2, 2, 2, 3, 16, 16, [(1, 20), (2, 32)], None),
+    "chunks of the last segment": (2, 2, 1, 1, 16, 16, [(1, 40), (2, 300)], "bool"),
     "many positions": (4, 2, 2, 70, 16, 16, [(1, 9), (4, 12)], "added"),
 }
 
@@ -45,6 +48,19 @@ def case(name: str, dtype: torch.dtype) -> tuple[Tensor, list[Tensor], list[Tens
     mask = random(rows, heads if kind == "added" else 1, positions, sum(length for _, length in segments))
     mask[0] = 9.0  # the first row sees nothing
     return query, keys, values, mask < 1 if kind == "bool" else mask.masked_fill(mask >= 1, float("-inf"))
+
+
+@contextmanager
+def allocations() -> Iterator[list[tuple[int, ...]]]:
+    """Yields the sizes of tensors that `new_empty` allocates."""
+    allocated, new_empty = [], Tensor.new_empty
+
+    def noted(tensor: Tensor, sizes: Any, **options: Any) -> Tensor:
+        allocated.append(tuple(sizes) if isinstance(sizes, tuple) else (sizes,))
+        return new_empty(tensor, sizes, **options)
+
+    with mock.patch.object(Tensor, "new_empty", noted):
+        yield allocated
 
 
 def compare_all() -> None:
@@ -106,17 +122,26 @@ def compare_parts() -> None:
     query, keys, values, mask = case("many positions", torch.float32)
     expected = attention_by_products(query, keys, values, mask, 0.2)
     triton_attention.MOST_PARTIAL_BYTES = 1
-    allocated, new_empty = [], Tensor.new_empty
-
-    def noted(tensor: Tensor, sizes: Any, **options: Any) -> Tensor:
-        allocated.append(sizes)
-        return new_empty(tensor, sizes, **options)
-
-    with mock.patch.object(Tensor, "new_empty", noted):
+    with allocations() as sizes:
         output = triton_attention.attention(query, keys, values, mask, 0.2)
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
-    sums = [sizes[0] for sizes in allocated if isinstance(sizes, tuple) and sizes[1:] == (2, 16)]
+    sums = [size[0] for size in sizes if size[1:] == (1, 16)]
     assert sums == [4 * 2 * positions for positions in (32, 32, 6)]
+
+
+def count_launches() -> None:
+    """A launch for each segment, and one more if the last one is summed over in chunks; few chunks are."""
+    from fastgen.ops import triton_attention
+
+    chunks = {"Llama-8B, 4 x 16 samples": (2048, 32, 512), "its generated keys": (128, 512, 128)}
+    chunks |= {"BART-large, 128 x 4": (1024, 2048, 1024), "one row": (4096, 8, 256), "four beams": (512, 32, 128)}
+    for name, (length, programs, chunk) in chunks.items():
+        assert triton_attention._chunk(length, programs, torch.device("cpu")) == chunk, name
+    for name, slots, merges in (("prompt and generated", 1, 0), ("cross-attention", 3, 1), ("prefix too", 2, 0)):
+        query, keys, values, mask = case(name, torch.float32)
+        with mock.patch.object(triton_attention, "_merge", mock.MagicMock()) as merge, allocations() as sizes:
+            triton_attention.attention(query, keys, values, mask, 0.2)
+        assert sizes[0][1] == slots and merge.__getitem__.call_count == merges, name
 
 
 def compare_nan() -> None:
@@ -148,20 +173,23 @@ def test_grouped_heads_are_as_exact_as_torchs_attention():
 
 
 def test_triton_attention_equals_the_definition():
-    compared = "compare_all", "compare_bounds", "compare_ancestors", "compare_nan", "compare_far_masks", "compare_parts"
+    compared = "compare_all", "compare_bounds", "compare_ancestors", "compare_nan", "compare_far_masks"
+    compared += "compare_parts", "count_launches"
     run_functions(__file__, *compared, TRITON_INTERPRET="1")
 
 
-# dtype, width, queries of a tile, query heads of a key head, mask and whether it is one for all, table of ancestors
+# dtype, width, queries of a tile, query heads of a key head, mask and whether it is one for all, table of ancestors,
+# whether the launch merges
 COMPILED = [
-    ("fp16", 64, 16, 1, "none", True, False),
-    ("bf16", 128, 64, 4, "bool", False, False),
-    ("fp16", 256, 32, 8, "added", False, False),
-    ("fp32", 128, 16, 4, "bool", False, False),
-    ("bf16", 80, 64, 8, "bool", True, False),
-    ("bf16", 128, 16, 8, "added", True, True),
-    ("fp16", 256, 16, 1, "bool", False, True),
-    ("fp16", 80, 16, 4, "none", True, True),
+    ("fp16", 64, 16, 1, "none", True, False, True),
+    ("bf16", 128, 64, 4, "bool", False, False, False),
+    ("bf16", 128, 64, 4, "none", True, False, True),
+    ("fp16", 256, 32, 8, "added", False, False, False),
+    ("fp32", 128, 16, 4, "bool", False, False, True),
+    ("bf16", 80, 64, 8, "bool", True, False, False),
+    ("bf16", 128, 16, 8, "added", True, True, True),
+    ("fp16", 256, 16, 1, "bool", False, True, True),
+    ("fp16", 80, 16, 4, "none", True, True, False),
 ]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -174,17 +202,17 @@ def compile_all() -> None:
 
     kernel, masks = triton_attention._add_up, {"none": 0, "added": 1, "bool": 2}
     aligned = [name for name in kernel.arg_names if name.split("_")[0] in "qkv"]  # strides
-    for architecture, (dtype, width, tile, groups, mask, one_mask, follows) in itertools.product(
+    for architecture, (dtype, width, tile, groups, mask, one_mask, follows, merges) in itertools.product(
         MOST_SPILLED, COMPILED
     ):
         padded = triton_attention._padded(width)
         tuning = triton_attention._tuning(tile, padded, DTYPES[dtype])
         constants = {"WIDTH": width, "VALUE_WIDTH": width, "WIDTH_2": padded, "VALUE_WIDTH_2": padded, "TILE": tile}
         constants |= {"GROUPS": groups, "MASK": masks[mask], "ONE_MASK": one_mask, "BLOCK": tuning["BLOCK"]}
-        constants |= {"HAS_FIRST": True, "HAS_LAST": True, "HAS_ANCESTORS": follows}
+        constants |= {"HAS_FIRST": True, "HAS_LAST": True, "HAS_ANCESTORS": follows, "MERGES": merges}
         types = dict.fromkeys(("query", "keys", "values"), f"*{dtype}") | dict.fromkeys(("sums", "maxima"), "*fp32")
         types |= {"mask": "*u8" if mask == "bool" else f"*{dtype}", "ancestors": "*i32", "scale": "fp32"}
-        types |= {"first_key": "*i64", "last_key": "*i64"}
+        types |= {"first_key": "*i64", "last_key": "*i64", "output": f"*{dtype}"}
         options = {"num_warps": tuning["num_warps"]}
         binary = compile_kernel(kernel, architecture, types, constants, aligned, **options)
         assert binary.metadata.shared <= 160 << 10, (architecture, types, constants, binary.metadata.shared)

@@ -98,7 +98,7 @@ gpu-check: $(VENV)/test.installed
 
 # What a machine with a GPU and without a network lacks, and the command for it: see docs/gpu-checks.md.
 gpu-carry: $(VENV)/test.installed
-	rm -rf build/gpu && $(BIN)/python $(INSTALL) --no-deps --target build/gpu wrapt
+	rm -rf build/gpu && $(BIN)/python $(INSTALL) --no-deps --target build/gpu wrapt liger-kernel
 	@echo "Copy these, and what git tracks:" build/gpu $$(find fastgen -name '*.so')
 	@echo "Run there: PYTHONPATH=build/gpu python3 tools/gpu_check.py smoke profile generate --out FOLDER --seconds 280"
 

@@ -1,11 +1,11 @@
-"""RMS norm as one kernel on a CPU, for models that compute it with six kernels, or eight in bf16 (T5, Llama).
+"""RMS norm as one kernel, for models that compute it with six kernels, or eight in bf16 (T5, Llama).
 
     x ─ (to fp32) ─ pow 2 ─ mean ─ add ε ─ rsqrt ─┐
     └─ (to fp32) ──────────────────────────── mul ┴─ (to bf16) ─ mul weight
 
-`fusion.fused` finds these among the calls of a decode step. Only the order of the sum differs. AMD EPYC (family 25,
-model 17), 2 threads, 32 rows of 768 in fp32, µs, the six kernels and this one: within a step of T5-base 123, 9; in a
-loop 20, 6.
+On a CPU, `fusion.fused` finds these among the calls of a decode step; on a GPU, liger.py has the kernel. Only the order
+of the sum differs. AMD EPYC (family 25, model 17), 2 threads, 32 rows of 768 in fp32, µs, the six kernels and this one:
+within a step of T5-base 123, 9; in a loop 20, 6.
 
 Tests: tests/ops/test_rms_norm.py
 """
@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fastgen.ops import simd
+from fastgen.ops import liger, simd
 from fastgen.ops.fusion import Fusion, Name, Op, Values
 from fastgen.ops.kernel import Kernel, first_supported
 from fastgen.ops.tracing import TracedCall
@@ -55,7 +55,11 @@ def _rms_norm_in_torch(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(rows.dtype)
 
 
-KERNELS = (Kernel("C++", simd.machine_reasons, _rms_norm, "cpu"), Kernel("torch", list, _rms_norm_in_torch))
+KERNELS = (
+    Kernel("C++", simd.machine_reasons, _rms_norm, "cpu"),
+    Kernel("Liger-Kernel in Triton", liger.unsupported_reasons, liger.rms_norm, "cuda"),
+    Kernel("torch", list, _rms_norm_in_torch),
+)
 
 _LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
 _LIBRARY.define("rms_norm(Tensor rows, Tensor weight, float epsilon) -> Tensor")

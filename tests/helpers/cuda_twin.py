@@ -4,7 +4,8 @@ Tensors say `cuda:0`, and torch's kernels for the CPU compute them (cuda_twin.cp
 counted; graphs are recorded kernel by kernel and replayed into the same memory. As in torch, a wait within a capture
 raises, and so does a capture during another one, in any thread, or into a pool whose graphs are gone.
 It shows neither the order of streams nor the memory of pools, the rounding of a GPU's kernels, or several devices.
-fastgen's own CUDA and Triton kernels do not run on it; `attend_in_one_kernel` puts an operation in their place.
+fastgen's own CUDA and Triton kernels do not run on it, nor do Liger's; `attend_in_one_kernel` and `with_liger` put
+operations in their place.
 
 It changes torch for the whole process: `python -m pytest -p cuda_twin tests/gpu/...` with this folder in PYTHONPATH.
 CUDA_TWIN is the compiled library, if there is one. CUDA_TWIN_KERNELS=1: attention is one kernel, in fp32 as well.
@@ -26,6 +27,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
+from unittest import mock
 from weakref import WeakSet
 
 import torch
@@ -67,6 +69,9 @@ def install(path: Path | str) -> None:
     torch.Tensor.__deepcopy__ = _copying(torch.Tensor.__deepcopy__)
 
     attend_in_one_kernel(False)  # imports fastgen, after torch.cuda is changed
+    from fastgen.ops import liger
+
+    liger.unsupported_reasons = lambda: ["its kernels need a GPU"]
 
 
 def attend_in_one_kernel(does: bool) -> None:
@@ -98,11 +103,49 @@ def _attention(
     return attention_by_products(query, follow_ancestors(keys, bounds), follow_ancestors(values, bounds), mask, scale)
 
 
+@contextmanager
+def with_liger() -> Iterator[None]:
+    """Puts one kernel each, with the definitions' results, in the place of Liger's."""
+    from fastgen.ops import liger
+
+    operations = torch.ops.cuda_twin
+    replaced = {name: getattr(operations, name) for name in ("rms_norm", "rotated", "gated")}
+    with mock.patch.multiple(liger, unsupported_reasons=list, **replaced):
+        yield
+
+
+def _rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float, rounds: str) -> torch.Tensor:
+    scaled = rows.float() * torch.rsqrt(rows.float().pow(2).mean(-1, keepdim=True) + epsilon)
+    if rounds == "llama":
+        return (offset + weight) * scaled.to(rows.dtype)
+    return ((offset + weight.float()) * scaled).to(rows.dtype)
+
+
+def _rotated(
+    queries: torch.Tensor, keys: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    def turned(states: torch.Tensor) -> torch.Tensor:
+        first, second = states.chunk(2, dim=-1)
+        return states * cosines[:, None] + torch.cat([-second, first], dim=-1) * sines[:, None]
+
+    return turned(queries), turned(keys)
+
+
+def _gated(gate: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(gate) * product
+
+
 _of_twin = torch.library.Library("cuda_twin", "DEF")
 _of_twin.define(
     "attention(Tensor query, Tensor[] keys, Tensor[] values, Tensor? mask, float scale, Tensor? table) -> Tensor"
 )
 _of_twin.impl("attention", _attention, "CPU")
+_of_twin.define("rms_norm(Tensor rows, Tensor weight, float epsilon, float offset, str rounds) -> Tensor")
+_of_twin.impl("rms_norm", _rms_norm, "CPU")
+_of_twin.define("rotated(Tensor queries, Tensor keys, Tensor cosines, Tensor sines) -> (Tensor, Tensor)")
+_of_twin.impl("rotated", _rotated, "CPU")
+_of_twin.define("gated(Tensor gate, Tensor product) -> Tensor")
+_of_twin.impl("gated", _gated, "CPU")
 
 
 def counts(of: str) -> Counter[str]:

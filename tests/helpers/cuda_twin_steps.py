@@ -11,7 +11,7 @@ Tests: tests/optimizer/test_cuda_twin.py
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -71,7 +71,7 @@ def main() -> None:
     if find_spec("fairseq"):
         calls["fairseq, beam 4"] = fairseq_call()
     steps = {name: {way: counts(call, way) for way in WAYS} for name, call in calls.items()}
-    others = {"forwards before a capture": forwards_before_a_capture()}
+    others = {"forwards before a capture": forwards_before_a_capture(), "a Llama layer": launches_of_a_layer()}
     print(json.dumps({**steps, **others}))
 
 
@@ -89,9 +89,34 @@ def forwards_before_a_capture() -> float:
     return (launches[0] - before) / model.config.num_hidden_layers
 
 
-def transformers_call(name: str, kind: str, arguments: dict[str, Any]) -> Callable[[int], Any]:
-    """Returns a call that generates so many tokens for three prompts of one length."""
-    model = tiny(name).cuda()
+def launches_of_a_layer() -> dict[str, float]:
+    """Returns how many kernels a layer of a captured step launches, with torch's kernels and with Liger's."""
+    launches = {}
+    for name, context in {"torch": nullcontext(), "Liger": cuda_twin.with_liger()}.items():
+        with context, attending_in_one_kernel():
+            few, many = (_launches_of_capture(layers) for layers in (1, 3))
+        launches[name] = (many - few) / 2 / 2  # a capture runs the step twice
+    return launches
+
+
+def _launches_of_capture(layers: int) -> int:
+    launches = []
+
+    def noting(capture: Callable, *arguments: Any) -> Any:
+        before = cuda_twin.counts("launches").total()
+        outputs = capture(*arguments)
+        launches.append(cuda_twin.counts("launches").total() - before)
+        return outputs
+
+    model = tiny("llama", num_hidden_layers=layers).cuda()
+    with replaced("capture a step", noting):
+        transformers_call("llama", "causal", LOOPS["Llama, 16 samples"][2], model)(LONG)
+    return launches[0]
+
+
+def transformers_call(name: str, kind: str, arguments: dict[str, Any], model: Any = None) -> Callable[[int], Any]:
+    """Returns a call that generates so many tokens for three prompts of one length. model: by default a tiny one."""
+    model = tiny(name).cuda() if model is None else model
     input_ids = torch.randint(5, 90, (3, 24), generator=torch.Generator().manual_seed(1)).cuda()
     inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
     return lambda steps: model.generate(**inputs, **arguments, max_new_tokens=steps, eos_token_id=None)

@@ -159,6 +159,12 @@ def test_graphs_begin_with_the_second_step_by_default(steps):
 
 
 @pytest.mark.xdist_group("cuda_twin")
+def test_a_layer_launches_less_with_small_kernels(steps):
+    launches = steps["a Llama layer"]
+    assert launches["Liger"] <= 20 < launches["torch"]
+
+
+@pytest.mark.xdist_group("cuda_twin")
 @pytest.mark.parametrize("loop", [name for name in LOOPS if "beam" in name])
 def test_a_reorder_by_table_launches_less(steps, loop):
     assert steps[loop]["kernel"]["launches"] <= steps[loop]["on"]["launches"] - 2

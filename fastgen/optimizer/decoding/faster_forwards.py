@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import BuiltinFunctionType, NoneType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,6 +32,13 @@ from fastgen.provenance import packages_of
 
 _LOCK = threading.Lock()
 
+
+class Whole(NamedTuple):
+    """A forward that takes the module and all arguments of the library's, and runs instead of it."""
+
+    forward: Callable[..., Any]
+
+
 CACHED = 48 << 20  # bytes, more than a CPU's caches hold
 
 
@@ -46,15 +53,18 @@ def should_swap(costs: CostModel, size: ModelSize, steps: int | None = None) -> 
 
 @contextmanager
 def faster_forwards(
-    call: GenerateCall, models: Mapping[nn.Module, Iterable[nn.Module]], forwards: dict[type[nn.Module], Forward]
+    call: GenerateCall,
+    models: Mapping[nn.Module, Iterable[nn.Module]],
+    forwards: Mapping[type[nn.Module], Forward | Whole],
+    is_cpu: bool = True,
 ) -> Iterator[None]:
     """A context in which modules of these types have these forwards for one call; its report counts their kernels.
 
-    Attention modules get one, too, see `FasterForward`. models: the modules of each model. A forward that user code has
-    set on a module is not replaced.
+    Attention modules on a CPU get one, too, see `FasterForward`. models: the modules of each model. A forward that user
+    code has set on a module is not replaced.
     """
     forwards = {kind: faster for kind, faster in forwards.items() if packages_of(kind.forward) == packages_of(kind)}
-    attention_is_faster = not cpu_attention.KERNELS[0].unsupported_reasons()
+    attention_is_faster = is_cpu and not cpu_attention.KERNELS[0].unsupported_reasons()
     swapped: list[FasterForward] = []
     with _LOCK:
         for module in itertools.chain(*models.values()):
@@ -142,13 +152,13 @@ def has_faster_forward(module: nn.Module) -> bool:
 class FasterForward:
     """The forward of one module while `users` calls of `generate` run; other threads get the library's result.
 
-    faster: returns the output for the module's one input, or None to run the library's forward. None for an attention
-    module: the library's forward runs with `FlashAttention` in place of torch's attention of many queries.
+    faster: returns the output for the module's one input, or None to run the library's forward; or a `Whole`. None for
+    an attention module: the library's forward runs with `FlashAttention` in place of torch's attention of many queries.
     blas_shapes: the input shapes for which BLAS is fastest. Asking again takes 40 µs after a product that has evicted
     the caches, some percent of a call in bf16.
     """
 
-    def __init__(self, module: nn.Module, faster: Forward | None) -> None:
+    def __init__(self, module: nn.Module, faster: Forward | Whole | None) -> None:
         self.module = module
         self.faster = faster
         self.users = 0
@@ -159,6 +169,8 @@ class FasterForward:
         call = None if torch.compiler.is_compiling() else current_call()
         if call is None or not call.swapped:
             return original(self.module, *args, **kwargs)
+        if isinstance(self.faster, Whole):
+            return self.faster.forward(self.module, *args, **kwargs)
         if self.faster is None:
             states = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
             if states is not None and states.dim() == 3 and states.shape[1] >= MIN_QUERIES:

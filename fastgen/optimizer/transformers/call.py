@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
-from fastgen.ops import gelu, lookup
+from fastgen.ops import gelu, liger, lookup
 from fastgen.ops.kernel import first_supported
 from fastgen.ops.tracing import is_transformed
 from fastgen.optimizer.decoding.call import GenerateCall, settings_of
-from fastgen.optimizer.decoding.cost_model import size_of
+from fastgen.optimizer.decoding.cost_model import first_weight, size_of
 from fastgen.optimizer.decoding.faster_forwards import (
     FasterForward,
     Forward,
@@ -46,6 +46,7 @@ from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, Reason
 from fastgen.optimizer.transformers import checks, kept_prefix, kv_layers
 from fastgen.optimizer.transformers.checks import generate_call
 from fastgen.optimizer.transformers.first_use import FirstUse
+from fastgen.optimizer.transformers.small_kernels import forwards_on_gpu
 from fastgen.optimizer.transformers.sources import unknown_of
 from fastgen.patching import disabled
 
@@ -152,7 +153,7 @@ def _tiny_reasons(
     return [TOO_SMALL] if is_tiny and not should_swap(costs, size, steps) else []
 
 
-# Faster forwards: products of `nn.Linear` and GPT-2's `Conv1D`, and its GELU.
+# Faster forwards: products of `nn.Linear` and GPT-2's `Conv1D`, and its GELU; on a GPU small_kernels.py.
 
 
 def swap_forwards(
@@ -163,9 +164,11 @@ def swap_forwards(
     None are set if the call may compile the model, as the library does for caches with a static shape, or under
     autocast, whose products are torch's.
     """
-    if not should_swap(call.costs, size_of(model, checks.KNOWN), kwargs.get("max_new_tokens")):
+    weight = first_weight(model)
+    is_gpu = weight is not None and weight.is_cuda and not liger.unsupported_reasons()
+    if not (is_gpu or should_swap(call.costs, size_of(model, checks.KNOWN), kwargs.get("max_new_tokens"))):
         return nullcontext()
-    if torch.is_autocast_enabled("cpu") or casts_in_forward(model):  # then products are torch's
+    if torch.is_autocast_enabled("cuda" if is_gpu else "cpu") or casts_in_forward(model):  # then products are torch's
         return nullcontext()
     facts = call.facts_of(model, checks.KNOWN)
     implementations = [kwargs.get("cache_implementation")]
@@ -174,7 +177,10 @@ def swap_forwards(
     is_static = getattr(kv_layers.cache_of(kwargs), "is_compileable", False)
     if facts.compiled or is_static or not all(map(_NEVER_COMPILED.__contains__, implementations)):
         return nullcontext()
-    return faster_forwards(call, {model: facts.modules.values()}, forwards())
+    if is_gpu and (facts.hooks or facts.user_code or facts.is_sharded):
+        return nullcontext()
+    modules = facts.modules.values()
+    return faster_forwards(call, {model: modules}, forwards_on_gpu(modules) if is_gpu else forwards(), not is_gpu)
 
 
 # Mixed precision.

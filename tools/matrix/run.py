@@ -158,7 +158,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         row = rows_by_name.get(combination.name, {"python": combination.python, "reason": "not yet"})
         when = f"{row['date']}, {row['cpu']}" if "date" in row else ""
         if "reason" in row:
-            why = f"{combination.torch}, {combination.transformers}, not run: {row['reason']}"
+            why = f"not run with {combination.torch} and {combination.transformers}: {row['reason']}"
             lines.append(f"| {row['python']} | {why} | | | | | | | {when} |")
             continue
         cells = [*(row[name] or "–" for name in ("python", *PACKAGES, "fairseq")), row["passed"], row["skipped"]]

@@ -12,6 +12,7 @@ Tests: tests/optimizer/transformers/test_small_kernels.py
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib.util import find_spec
 
 import torch
@@ -44,12 +45,22 @@ def rms_norm(rows: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0, 
 def rotated(queries: Tensor, keys: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
     """Returns queries and keys `[rows, heads, length, width]` turned by their positions, as Llama's are; may overwrite.
 
-    cosines, sines: `[rows or 1, length, width]`, whose halves are equal.
+    cosines, sines: `[rows or 1, length, width]`, whose halves are equal. Liger compiles a kernel for each number of
+    rows, so it gets one row with the positions of all.
     """
     from liger_kernel.ops import LigerRopeFunction
 
-    output: tuple[Tensor, Tensor] = LigerRopeFunction.apply(queries, keys, cosines, sines)
-    return output
+    rows, width = queries.shape[0], queries.shape[3]
+    with torch.cuda.device(queries.device) if queries.is_cuda else nullcontext():  # Liger does not set it
+        states = [
+            states.transpose(1, 2).reshape(1, -1, *states.shape[1::2]).transpose(1, 2) for states in (queries, keys)
+        ]
+        angles = [angles.expand(rows, -1, -1).reshape(1, -1, width) for angles in (cosines, sines)]
+        turned = LigerRopeFunction.apply(*states, *angles)
+    turned_queries, turned_keys = (
+        states.transpose(1, 2).unflatten(1, (rows, -1)).squeeze(0).transpose(1, 2) for states in turned
+    )
+    return turned_queries, turned_keys
 
 
 def gated(gate: Tensor, product: Tensor) -> Tensor:

@@ -170,7 +170,8 @@ class FasterForward:
         if call is None or not call.swapped:
             return original(self.module, *args, **kwargs)
         if isinstance(self.faster, Whole):
-            return self.faster.forward(self.module, *args, **kwargs)
+            forward = original if is_watched() else self.faster.forward
+            return forward(self.module, *args, **kwargs)
         if self.faster is None:
             states = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
             if states is not None and states.dim() == 3 and states.shape[1] >= MIN_QUERIES:

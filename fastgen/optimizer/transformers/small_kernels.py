@@ -1,11 +1,12 @@
 """Forwards of modules on a GPU that call Liger-Kernel's kernels, see fastgen/ops/liger.py.
 
-A class of modules gets such a forward if its own one gives the same numbers for random ones, except for rounding. The
-two are compared once for each dtype, before the first call that uses the class: no name of a class is trusted.
+No name of a class is trusted. A class of modules gets such a forward by what its code says, and if for random inputs
+Liger's numbers are those of its own forward, up to rounding. They are compared once for each dtype, and again for
+modules with other settings.
 
     norms         a weight and an epsilon, and nothing else
-    gates         `down_proj(act_fn(gate_proj(x)) * up_proj(x))` with SiLU
-    attention     code that calls `apply_rotary_pos_emb`: it runs with Liger's function instead
+    gates         code that names nothing but `down_proj(act_fn(gate_proj(x)) * up_proj(x))`, with SiLU
+    attention     code that calls Llama's `apply_rotary_pos_emb`: it runs with Liger's function instead
 
 Tests: tests/optimizer/transformers/test_small_kernels.py
 """
@@ -23,6 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
+from transformers.models.llama import modeling_llama
 
 from fastgen.ops import liger
 from fastgen.ops.kernel import tolerance
@@ -35,13 +37,14 @@ DEVICE = "cuda"
 
 NORM, ROTARY, GATE = "RMS norm, Liger", "rotary positions, Liger", "SiLU gate, Liger"
 
-_FUNCTION = "apply_rotary_pos_emb"
+_ROTARY, _ROTATE = "apply_rotary_pos_emb", "rotate_half"
 _OF_GATE = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
 Build: TypeAlias = Callable[[], Forward | Whole]
+Settings: TypeAlias = tuple[torch.dtype, frozenset[Any]]
 
-# For each class of modules and dtype: what builds the forward; None: the class keeps its own.
-_compared: WeakKeyDictionary[type[nn.Module], dict[torch.dtype, Build | None]] = WeakKeyDictionary()
+# For each class of modules and their settings: what builds the forward; None: the class keeps its own.
+_compared: WeakKeyDictionary[type[nn.Module], dict[Settings, Build | None]] = WeakKeyDictionary()
 
 
 def forwards_on_gpu(modules: Iterable[nn.Module]) -> dict[type[nn.Module], Forward | Whole]:
@@ -49,22 +52,38 @@ def forwards_on_gpu(modules: Iterable[nn.Module]) -> dict[type[nn.Module], Forwa
     forwards: dict[type[nn.Module], Forward | Whole] = {}
     if liger.unsupported_reasons():
         return forwards
-    for kind, module in {type(module): module for module in modules}.items():
+    modules_of: dict[type[nn.Module], tuple[nn.Module, Any]] = {}
+    settings: dict[type[nn.Module], set[Settings]] = {}
+    for module in modules:
         compare = next((compare for is_one, compare in _KINDS if is_one(module)), None)
-        weight = next(module.parameters(), None)
-        if compare is None or weight is None or weight.dtype not in liger.DTYPES:
-            continue
-        compared = _compared.setdefault(kind, {})
-        if weight.dtype not in compared:
-            compared[weight.dtype] = None
-            try:
-                with torch.no_grad():
-                    compared[weight.dtype] = compare(module, partial(_random, weight))
-            except Exception as error:  # the forward has other arguments, or Triton cannot compile
-                logger.info("Liger's kernels are not used for %s: %r", kind.__name__, error)
-        if (build := compared[weight.dtype]) is not None:
-            forwards[kind] = build()
+        if compare is not None and (weight := next(module.parameters(), None)) is not None:
+            modules_of.setdefault(type(module), (module, compare))
+            settings.setdefault(type(module), set()).add((weight.dtype, _plain_settings(module)))
+    for kind, (module, compare) in modules_of.items():
+        if len(settings[kind]) == 1:
+            compared = _compared.setdefault(kind, {})
+            (setting,) = settings[kind]
+            if setting not in compared:
+                compared[setting] = _compare(compare, module)
+            if (build := compared[setting]) is not None:
+                forwards[kind] = build()
     return forwards
+
+
+def _plain_settings(module: nn.Module) -> frozenset[Any]:
+    """Returns the numbers, flags and texts among a module's attributes, on which its code may depend."""
+    values = ((name, value) for name, value in vars(module).items() if type(value) in (bool, int, float, str))
+    return frozenset((name, value) for name, value in values if name not in ("training", "layer_idx"))
+
+
+def _compare(compare: Callable[[nn.Module, Callable[..., Tensor]], Build | None], module: nn.Module) -> Build | None:
+    try:
+        weight = next(module.parameters())
+        with torch.no_grad():
+            return compare(module, partial(_random, weight)) if weight.dtype in liger.DTYPES else None
+    except Exception as error:  # the forward has other arguments, or Triton cannot compile
+        logger.info("Liger's kernels are not used for %s: %r", type(module).__name__, error)
+        return None
 
 
 def _random(weight: Tensor, *shape: int) -> Tensor:
@@ -73,9 +92,12 @@ def _random(weight: Tensor, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, device="cpu").to(weight)
 
 
+def _difference(numbers: Tensor, expected: Tensor) -> float:
+    return float((numbers - expected).abs().max() / expected.abs().max())
+
+
 def _are_close(numbers: Tensor, expected: Tensor) -> bool:
-    difference = (numbers - expected).abs().max() / expected.abs().max()
-    return numbers.shape == expected.shape and bool(difference <= tolerance("product", expected.dtype))
+    return numbers.shape == expected.shape and _difference(numbers, expected) <= tolerance("product", expected.dtype)
 
 
 def _can_run(tensor: Any, dtype: torch.dtype) -> bool:
@@ -101,27 +123,30 @@ def _compared_norm(module: Any, random: Callable[..., Tensor]) -> Build | None:
     module._parameters = {"weight": nn.Parameter(random(width), requires_grad=False)}
     rows = 2 * random(3, width)
     expected = type(module).forward(module, rows)
-    for offset, rounds in liger.NORMS:
-        if _are_close(liger.rms_norm(rows, module.weight, _epsilon_of(module), offset, rounds), expected):
-            return lambda: partial(_normalized, offset=offset, rounds=rounds)
-    return None
+    of_liger = {norm: liger.rms_norm(rows, module.weight, _epsilon_of(module), *norm) for norm in liger.NORMS}
+    offset, rounds = min(liger.NORMS, key=lambda norm: _difference(of_liger[norm], expected))
+    is_close = _are_close(of_liger[offset, rounds], expected)
+    return (lambda: partial(_normalized, offset=offset, rounds=rounds)) if is_close else None
 
 
 def _normalized(forward: FasterForward, rows: Tensor, call: GenerateCall, offset: float, rounds: str) -> Tensor | None:
-    module = forward.module
-    if not _can_run(rows, module.weight.dtype):
+    weight = forward.module._parameters.get("weight")  # some modules of a class have none
+    if weight is None or not _can_run(rows, weight.dtype):
         return None
     call.report.kernels[NORM] += 1
-    return liger.rms_norm(rows, module.weight, _epsilon_of(module), offset, rounds)
+    return liger.rms_norm(rows, weight, _epsilon_of(forward.module), offset, rounds)
 
 
 # Gates.
 
 
 def _is_gate(module: nn.Module) -> bool:
-    parts = [getattr(module, name, None) for name in _OF_GATE]
-    is_gate = len(module._modules) == len(_OF_GATE) and None not in parts
-    return is_gate and isinstance(parts[3], (nn.SiLU, SiLUActivation))
+    if module._parameters or module._buffers or module._modules.keys() != {*_OF_GATE}:
+        return False
+    *projections, activation = map(module._modules.get, _OF_GATE)
+    is_plain = all(type(getattr(projection, "weight", None)) is nn.Parameter for projection in projections)
+    names = getattr(getattr(type(module).forward, "__code__", None), "co_names", ("",))
+    return is_plain and isinstance(activation, (nn.SiLU, SiLUActivation)) and {*names} == {*_OF_GATE}
 
 
 def _compared_gate(module: Any, random: Callable[..., Tensor]) -> Build | None:
@@ -149,14 +174,14 @@ def _gated(forward: FasterForward, rows: Tensor, call: GenerateCall) -> Tensor |
 def _is_attention(module: nn.Module) -> bool:
     forward = type(module).forward
     is_plain = type(forward) is FunctionType and not hasattr(forward, "__wrapped__")
-    return is_plain and _FUNCTION in forward.__code__.co_names
+    return is_plain and _ROTARY in forward.__code__.co_names
 
 
 def _compared_attention(module: Any, random: Callable[..., Tensor]) -> Build | None:
     forward = type(module).forward
-    rotary = forward.__globals__.get(_FUNCTION)
+    rotary = forward.__globals__.get(_ROTARY)
     width = getattr(module, "head_dim", None)
-    if type(rotary) is not FunctionType or type(width) is not int or width % 2:
+    if not _is_llamas(rotary) or type(width) is not int or width % 2:
         return None
     queries, keys, angles = random(2, 4, 3, width), random(2, 2, 3, width), random(2, 3, width // 2)
     angles = torch.cat([angles, angles], dim=-1)
@@ -165,20 +190,36 @@ def _compared_attention(module: Any, random: Callable[..., Tensor]) -> Build | N
     return partial(_turning, forward, rotary) if all(map(_are_close, turned, expected)) else None
 
 
+def _is_llamas(rotary: Any) -> bool:
+    """Whether this function has the code of Llama's. HunYuan-VL's, whose cosines have unequal halves, has another."""
+    ours = vars(modeling_llama)
+    theirs = getattr(rotary, "__globals__", {})
+    functions = ((rotary, ours[_ROTARY]), (theirs.get(_ROTATE), ours[_ROTATE]))
+    return all(type(function) is FunctionType and _same_code(function, llamas) for function, llamas in functions)
+
+
+def _same_code(function: FunctionType, other: FunctionType) -> bool:
+    codes = function.__code__, other.__code__
+    same = all(getattr(codes[0], name) == getattr(codes[1], name) for name in ("co_code", "co_names", "co_varnames"))
+    constants = [{*map(repr, code.co_consts[1:])} for code in codes]  # the first one is the docstring
+    return same and constants[0] == constants[1] and function.__defaults__ == other.__defaults__
+
+
 def _turning(forward: FunctionType, rotary: Callable[..., Any]) -> Whole:
     """Returns an attention's forward that turns queries and keys in one launch; other threads keep the library's."""
 
     def turned(queries: Tensor, keys: Tensor, cosines: Tensor, sines: Tensor, *rest: Any, **options: Any) -> Any:
         parts = queries, keys, cosines, sines
-        is_usual = not (rest or options) and cosines.dim() == 3 and cosines.shape[-1] == queries.shape[-1]
-        if not (is_usual and queries.dim() == 4 and all(_can_run(part, queries.dtype) for part in parts)):
+        is_usual = not (rest or options) and queries.dim() == 4 and cosines.dim() == 3
+        is_usual = is_usual and cosines.shape[0] in (1, len(queries)) and cosines.shape[1:] == queries.shape[2:]
+        if not (is_usual and all(_can_run(part, queries.dtype) for part in parts)):
             return rotary(*parts, *rest, **options)
         count(ROTARY)
         return liger.rotated(*parts)
 
     names = {**forward.__globals__}
-    if names.get(_FUNCTION) is rotary:
-        names[_FUNCTION] = turned
+    if names.get(_ROTARY) is rotary:
+        names[_ROTARY] = turned
     copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copied.__kwdefaults__ = forward.__kwdefaults__
     return Whole(copied)

@@ -45,6 +45,9 @@ def classes_that_compute_something_else_keep_their_forward() -> None:
     import torch
     from torch import nn
     from torch.nn import functional
+    from transformers.models.glm4 import modeling_glm4
+    from transformers.models.hunyuan_vl import modeling_hunyuan_vl
+    from transformers.models.qwen3 import modeling_qwen3
 
     from fastgen.optimizer.transformers import small_kernels
 
@@ -65,7 +68,36 @@ def classes_that_compute_something_else_keep_their_forward() -> None:
         def forward(self, rows):
             return self.down_proj(self.act_fn(self.up_proj(rows)) * self.gate_proj(rows))
 
-    assert small_kernels.forwards_on_gpu([MeanNorm(), Gate()]) == {}
+    class ClampedGate(Gate):
+        """A gate with a limit that random inputs do not reach, like that of DeepSeek-V4."""
+
+        def forward(self, rows):
+            return self.down_proj(self.act_fn(self.gate_proj(rows)).clamp(max=10) * self.up_proj(rows))
+
+    assert small_kernels.forwards_on_gpu([MeanNorm(), Gate(), ClampedGate()]) == {}
+    assert small_kernels._is_llamas(modeling_qwen3.apply_rotary_pos_emb)
+    assert not small_kernels._is_llamas(modeling_hunyuan_vl.apply_rotary_pos_emb)
+    assert not small_kernels._is_llamas(modeling_glm4.apply_rotary_pos_emb)
+
+
+def a_norm_without_a_weight_keeps_its_forward() -> None:
+    """Other modules of its class have one, as in Gemma 3n."""
+    import liger_interpreted  # noqa: F401
+    import torch
+    from torch import nn
+    from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
+
+    from fastgen.optimizer.decoding.call import generate_call
+    from fastgen.optimizer.decoding.faster_forwards import faster_forwards
+    from fastgen.optimizer.transformers import small_kernels
+
+    norms = nn.Sequential(Gemma3nRMSNorm(16), Gemma3nRMSNorm(16, with_scale=False), Gemma3nRMSNorm(16))
+    rows = torch.randn(3, 16)
+    with torch.no_grad(), generate_call("norms") as call:
+        expected = norms(rows)
+        with faster_forwards(call, {norms: norms}, small_kernels.forwards_on_gpu(norms), is_cpu=False):
+            torch.testing.assert_close(norms(rows), expected)
+    assert call.report.kernels[NORM] == 2
 
 
 def norms_round_as_the_librarys() -> None:
@@ -77,10 +109,12 @@ def norms_round_as_the_librarys() -> None:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     from fastgen.ops import liger
+    from fastgen.optimizer.transformers import small_kernels
 
     for kind, norm in zip((LlamaRMSNorm, Gemma3RMSNorm, GptOssRMSNorm), liger.NORMS):
         module = kind(64).half().requires_grad_(False)
         module.weight.data = torch.randn(64).half()
+        assert small_kernels.forwards_on_gpu([module])[kind].keywords == dict(zip(("offset", "rounds"), norm))
         rows = (3 * torch.randn(5, 64)).half()
         expected = module(rows)
         output = liger.rms_norm(rows, module.weight, 1e-6, *norm)
@@ -93,5 +127,5 @@ def test_forwards_with_liger_give_the_librarys_numbers():
 
 
 def test_other_classes_keep_their_forward():
-    compared = "classes_that_compute_something_else_keep_their_forward", "norms_round_as_the_librarys"
-    run_functions(__file__, *compared, TRITON_INTERPRET="1")
+    compared = "classes_that_compute_something_else_keep_their_forward", "a_norm_without_a_weight_keeps_its_forward"
+    run_functions(__file__, *compared, "norms_round_as_the_librarys", TRITON_INTERPRET="1")

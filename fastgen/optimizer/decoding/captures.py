@@ -248,7 +248,7 @@ class Captures:
         )
         steps = min(steps_left, max(loop.steps, costs.min_steps_expected))
         graphs = self.graphs.entries.values() if self.policy.remembers else ()
-        is_captured = any(graph.cache.rows == rows for graph in graphs)
+        is_captured = any(graph.cache.rows == rows and _lengths(graph.cache) == _lengths(cache) for graph in graphs)
         captures = costs.captures(device)
         added = costs.seconds(size.step(rows, device), device) * (captures.existing if is_captured else captures.new)
         saved = costs.seconds(all_rows, device) - costs.seconds(remaining, device)
@@ -294,6 +294,11 @@ class Captures:
                 self.graphs.entries.clear()
             self.graphs.in_use.release()
             self._is_held = False
+
+
+def _lengths(cache: StaticKVCache) -> list[int]:
+    """Returns the lengths of the prompts of a static cache, which its steps depend on."""
+    return [keys.shape[2] for prompt in cache.prompts for keys, _ in prompt]
 
 
 def is_worth_capturing(

@@ -327,6 +327,7 @@ class BeamSearch:
             return
         if self.late is not None:
             self.late.keep([0, *(1 + index for index in remaining)])
+            self.was_nan |= self.scores.isnan().any()  # since the flags of the previous step
         self.results = self.stored()
         batch_index = on_device(remaining, self.batch_index.device)
         rows = (batch_index[:, None] * self.num_beams + self.beam_ids).flatten()

@@ -62,17 +62,60 @@ def _seen_scores(scores, seen, is_key, mask, copy_offset, offsets, s, MASK: tl.c
     return tl.where(seen, scores, -float("inf"))
 
 
+@triton.jit
+def _offset(row, head, position, row_stride, head_stride, position_stride):
+    """Returns the 64-bit offset of a query in a tensor `[rows, heads, positions, …]`."""
+    return row.to(tl.int64) * row_stride + head.to(tl.int64) * head_stride + position.to(tl.int64) * position_stride
+
+
+@triton.jit
+def _chunk_of(
+    split, chunk, length, first_key, last_key,
+    HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Returns where the keys of a chunk that a step sees begin and end."""
+    start, end = split * chunk, tl.minimum(split * chunk + chunk, length)
+    if HAS_FIRST:
+        start = tl.maximum(start, tl.load(first_key).to(tl.int32) // BLOCK * BLOCK)
+    if HAS_LAST:
+        end = tl.minimum(end, tl.load(last_key).to(tl.int32) + 1)
+    return start, end
+
+
+@triton.jit
+def _store_parts(result, largest, total, sums, maxima, slot, is_query, is_there, dv, VALUE_WIDTH: tl.constexpr):
+    """Writes partial results into one slot of each query."""
+    tl.store(sums + slot[:, None] * VALUE_WIDTH + dv[None, :], result, mask=is_there)
+    tl.store(maxima + slot * 2, largest, mask=is_query)
+    tl.store(maxima + slot * 2 + 1, total, mask=is_query)
+
+
+@triton.jit
+def _merged(result, largest, total, sums, maxima, slot, slots, is_query, is_there, dv, VALUE_WIDTH: tl.constexpr):
+    """Returns the weighted means `[queries, width]` of these sums and of the partial results in all slots."""
+    for _ in range(slots):
+        part = tl.load(sums + slot[:, None] * VALUE_WIDTH + dv[None, :], mask=is_there, other=0.0)
+        part_largest = tl.load(maxima + slot * 2, mask=is_query, other=-float("inf"))
+        new_largest = tl.maximum(largest, part_largest)
+        base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
+        factor, part_factor = tl.exp(largest - base), tl.exp(part_largest - base)
+        result = result * factor[:, None] + part * part_factor[:, None]
+        total = total * factor + tl.load(maxima + slot * 2 + 1, mask=is_query, other=0.0) * part_factor
+        largest = new_largest
+        slot += 1
+    return tl.where(total[:, None] == 0.0, 0.0, result / tl.where(total == 0.0, 1.0, total)[:, None])
+
+
 @triton.jit(do_not_specialize=[
     "positions", "slots", "first_slot", "length", "queries", "rows_per_copy", "splits", "chunk", "mask_start",
 ])  # fmt: skip
 def _add_up(
     query, q_row, q_head, q_position, keys, k_copy, k_head, k_key, values, v_copy, v_head, v_key,
     mask, mask_row, mask_head, mask_position, first_key, last_key, ancestors, a_row, sums, maxima,
-    output, o_row, o_head, o_position, scale,
-    heads, positions, slots, first_slot, length, queries, rows_per_copy, splits, chunk, mask_start,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, GROUPS: tl.constexpr, MASK: tl.constexpr, ONE_MASK: tl.constexpr,
-    HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr, HAS_ANCESTORS: tl.constexpr, MERGES: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, WIDTH_2: tl.constexpr, VALUE_WIDTH_2: tl.constexpr,
+    output, o_row, o_head, o_position, scale, heads, positions, slots, first_slot, length, queries, rows_per_copy,
+    splits, chunk, mask_start, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, GROUPS: tl.constexpr, MASK: tl.constexpr,
+    ONE_MASK: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr, HAS_ANCESTORS: tl.constexpr,
+    MERGES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, WIDTH_2: tl.constexpr, VALUE_WIDTH_2: tl.constexpr,
 ):  # fmt: skip
     """Computes the partial results for a chunk of a copy, a tile of its queries, and a key head.
 
@@ -90,22 +133,17 @@ def _add_up(
     position = n % positions
     d, dv = tl.arange(0, WIDTH_2), tl.arange(0, VALUE_WIDTH_2)
     is_width, is_value_width = d < WIDTH, dv < VALUE_WIDTH
-    q_ptrs = query + row.to(tl.int64) * q_row + head * q_head + position * q_position
+    q_ptrs = query + _offset(row, head, position, q_row, q_head, q_position)
     q = tl.load(q_ptrs[:, None] + d[None, :], mask=is_query[:, None] & is_width[None, :], other=0.0)
     k_ptrs, v_ptrs = keys + kv_head * k_head, values + kv_head * v_head
     if not HAS_ANCESTORS:
         k_ptrs += copy.to(tl.int64) * k_copy
         v_ptrs += copy.to(tl.int64) * v_copy
     copy_mask_offset = copy.to(tl.int64) * rows_per_copy * mask_row + mask_start
-    mask_offsets = row.to(tl.int64) * mask_row + head.to(tl.int64) * mask_head + mask_start
-    mask_offsets += position.to(tl.int64) * mask_position
+    mask_offsets = mask_start + _offset(row, head, position, mask_row, mask_head, mask_position)
     largest, total = tl.full((TILE,), -float("inf"), tl.float32), tl.zeros((TILE,), tl.float32)
     result = tl.zeros((TILE, VALUE_WIDTH_2), tl.float32)
-    start, end = split * chunk, tl.minimum(split * chunk + chunk, length)
-    if HAS_FIRST:
-        start = tl.maximum(start, tl.load(first_key).to(tl.int32) // BLOCK * BLOCK)
-    if HAS_LAST:
-        end = tl.minimum(end, tl.load(last_key).to(tl.int32) + 1)
+    start, end = _chunk_of(split, chunk, length, first_key, last_key, HAS_FIRST, HAS_LAST, BLOCK)
     for block in range(start, end, BLOCK):
         s = block + tl.arange(0, BLOCK)
         is_key = s < end
@@ -125,25 +163,12 @@ def _add_up(
     slot = ((row.to(tl.int64) * heads + head) * positions + position) * slots
     is_there = is_query[:, None] & is_value_width[None, :]
     if MERGES:
-        for _ in range(slots):
-            part = tl.load(sums + slot[:, None] * VALUE_WIDTH + dv[None, :], mask=is_there, other=0.0)
-            part_largest = tl.load(maxima + slot * 2, mask=is_query, other=-float("inf"))
-            new_largest = tl.maximum(largest, part_largest)
-            base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
-            factor, part_factor = tl.exp(largest - base), tl.exp(part_largest - base)
-            result = result * factor[:, None] + part * part_factor[:, None]
-            part_total = tl.load(maxima + slot * 2 + 1, mask=is_query, other=0.0)
-            total = total * factor + part_total * part_factor
-            largest = new_largest
-            slot += 1
-        mean = tl.where(total[:, None] == 0.0, 0.0, result / tl.where(total == 0.0, 1.0, total)[:, None])
-        o_ptrs = output + row.to(tl.int64) * o_row + head * o_head + position * o_position
+        mean = _merged(result, largest, total, sums, maxima, slot, slots, is_query, is_there, dv, VALUE_WIDTH)
+        o_ptrs = output + _offset(row, head, position, o_row, o_head, o_position)
         tl.store(o_ptrs[:, None] + dv[None, :], mean.to(output.dtype.element_ty), mask=is_there)
     else:
         slot += first_slot + split
-        tl.store(sums + slot[:, None] * VALUE_WIDTH + dv[None, :], result, mask=is_there)
-        tl.store(maxima + slot * 2, largest, mask=is_query)
-        tl.store(maxima + slot * 2 + 1, total, mask=is_query)
+        _store_parts(result, largest, total, sums, maxima, slot, is_query, is_there, dv, VALUE_WIDTH)
 
 
 @triton.jit(do_not_specialize=["positions", "slots"])

@@ -280,14 +280,14 @@ def test_a_signal_lets_batches_finish_and_a_second_stops_them(signals, status, h
     assert (tmp_path / "out.part").exists() and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "message"), [("raylet", "no worker is left"), ("gcs_server", "Ray's processes have ended")]
-)
-def test_a_run_whose_ray_ends_can_be_resumed(name, message, runs, held, tmp_path):
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_a_run_whose_ray_ends_can_be_resumed(name, runs, held, tmp_path):
+    """If it loses a node, the lost workers are seen first, or that no node is alive."""
     held.wait()
     held.of_ray(name).kill()
     status, stderr = held.ended()
-    assert status == 1 and message in stderr and "--resume" in stderr, stderr
+    messages = ["Ray's processes have ended"] + ["no worker is left"] * (name == "raylet")
+    assert status == 1 and any(message in stderr for message in messages) and "--resume" in stderr, stderr
     assert runs.run(tmp_path / "out", *FLAGS, "--resume") == 1
     assert (tmp_path / "out").read_bytes() == runs.expected
 

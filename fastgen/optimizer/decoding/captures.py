@@ -231,28 +231,27 @@ class Captures:
         left = (self.most - graph.cache.generated_length) // size
         return step if self.wants_new(self.policy.uses(left, graph.wanted[size])) else None
 
-    def is_worth_leaving(self, leaving: int, steps_left: int) -> bool:
+    def should_leave(self, leaving: int, steps_left: int) -> bool:
         """Whether `leaving` rows should leave the batch, if at most `steps_left` steps follow.
 
-        Fewer rows read fewer keys and may compute less. Their graph is captured, unless an earlier call has done it.
-        Always true with FASTGEN_CUDA_GRAPHS=on, and before a capture.
+        Fewer rows have a graph of their own; the steps that earlier calls would have run with it count. Always true
+        with FASTGEN_CUDA_GRAPHS=on, and before a capture.
         """
-        loop, costs, device = self.loop, self.call.costs, self.graphs.device
+        loop, device = self.loop, self.graphs.device
         if CONFIG.cuda_graphs == "on" or (cache := loop.mode.cache) is None:
             return True
-        size = size_of(loop.checks.decoder, loop.checks.known_code)
+        unused = 1 - cache.generated_length / cache.capacity
+        nbytes = cache.nbytes - unused * sum(buffer.nbytes for buffer in cache.buffers)
         rows = loop.rows - leaving
-        all_rows, remaining = (
-            work.without_modules._replace(bytes=work.bytes + cache.nbytes * count // loop.rows)
-            for count, work in ((count, size.step(count, device)) for count in (loop.rows, rows))
-        )
-        steps = min(steps_left, max(loop.steps, costs.min_steps_expected))
         graphs = self.graphs.entries.values() if self.policy.remembers else ()
         is_captured = any(graph.cache.rows == rows and _lengths(graph.cache) == _lengths(cache) for graph in graphs)
-        captures = costs.captures(device)
-        added = costs.seconds(size.step(rows, device), device) * (captures.existing if is_captured else captures.new)
-        saved = costs.seconds(all_rows, device) - costs.seconds(remaining, device)
-        return bool(saved * steps >= added)
+        steps = min(steps_left, max(loop.steps, self.call.costs.min_steps_expected))
+        if not is_captured:
+            steps = self.policy.uses(steps, self.graphs.steps_without[rows])
+        size = size_of(loop.checks.decoder, loop.checks.known_code)
+        is_worth = is_worth_leaving(self.call.costs, size, loop.rows, rows, nbytes, steps, is_captured, device)
+        self.graphs.steps_without[rows] += not is_worth
+        return is_worth
 
     # The graphs of the loop.
 
@@ -299,6 +298,31 @@ class Captures:
 def _lengths(cache: StaticKVCache) -> list[int]:
     """Returns the lengths of the prompts of a static cache, which its steps depend on."""
     return [keys.shape[2] for prompt in cache.prompts for keys, _ in prompt]
+
+
+def is_worth_leaving(
+    costs: CostModel,
+    size: ModelSize,
+    rows: int,
+    remaining: int,
+    nbytes: float,
+    steps: int,
+    is_captured: bool,
+    device: torch.device,
+) -> bool:
+    """Whether `steps` replays with `remaining` of `rows` rows save what their graph takes, see `is_worth_capturing`.
+
+    They read fewer keys, of `nbytes` bytes for all rows, and may compute less.
+    """
+
+    def replay(count: int) -> float:
+        work = size.step(count, device).without_modules
+        return costs.seconds(work._replace(bytes=work.bytes + nbytes * count / rows), device)
+
+    captures = costs.captures(device)
+    added = costs.seconds(size.step(remaining, device), device)
+    added *= captures.existing if is_captured else captures.new
+    return (replay(rows) - replay(remaining)) * steps >= added
 
 
 def is_worth_capturing(

@@ -334,7 +334,7 @@ class Loop:
         if captures is not None:
             unfinished = staying_in_halves(unfinished, sentences)
         leaving = (sentences - len(unfinished)) * self.num_beams
-        stays = not leaving or (captures is not None and not captures.is_worth_leaving(leaving, self.max_len - step))
+        stays = not leaving or (captures is not None and not captures.should_leave(leaving, self.max_len - step))
         return None if stays else unfinished
 
     def advance(self, proposed: Candidates) -> None:

@@ -317,7 +317,7 @@ class TransformersDecodeStep(DecodeStep):
     def should_compact(self, leaving: int, steps_left: int) -> bool:
         """Whether `leaving` finished rows should leave the batch now; steps_left: the most steps that may follow."""
         if self.captures is not None and self.model.device.type == "cuda":
-            pays = self.captures.is_worth_leaving(leaving, steps_left)
+            pays = self.captures.should_leave(leaving, steps_left)
         else:
             size = size_of(self.model, self.checks.known_code)
             pays = is_worth_compacting(self.call.costs, size, leaving, self.rows, self.steps, steps_left)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache
 
 import fastgen
-from fastgen.optimizer.decoding.captures import is_worth_capturing
+from fastgen.optimizer.decoding.captures import is_worth_capturing, is_worth_leaving
 from fastgen.optimizer.decoding.cost_model import CPU, GPU, CostModel, ModelSize, Work, size_of
 from fastgen.optimizer.decoding.faster_forwards import should_swap
 from fastgen.optimizer.decoding.kv_cache import should_share
@@ -48,6 +48,19 @@ def test_tiny_models_and_short_calls_look_for_no_drafts():
     cases = ((GPT2_SMALL, 1, 8, []), (GPT2_SMALL, 8, 256, []), (GPT2_SMALL, 1, 7, ["FEW_STEPS"]))
     for size, rows, steps, codes in (*cases, (GPT2_SMALL, 9, 256, ["MANY_ROWS"]), (demo, 1, 256, ["TOO_SMALL"])):
         assert [reason.code for reason in unwanted_drafts(COSTS, size, rows, steps)] == codes
+
+
+def test_rows_leave_captured_steps_if_their_keys_take_long():
+    """Half of the rows: of BART-large, 128 inputs with 4 beams and 1,024 tokens; of Llama-8B, 4 inputs, 16 samples."""
+    bart = ModelSize(340, weights=200_000_000, step_weights=255_000_000, large=0, itemsize=2)
+    llama = ModelSize(450, weights=7_000_000_000, step_weights=7_500_000_000, large=0, itemsize=2)
+    cases = (bart, 512, 7.3e9, 60, True), (bart, 512, 7.3e9, 60, False), (bart, 512, 7.3e9, 400, False)
+    cases += (llama, 64, 1.6e9, 100, True), (llama, 64, 1.6e9, 300, True), (llama, 64, 1.6e9, 300, False)
+    worth = [
+        is_worth_leaving(COSTS, size, rows, rows // 2, nbytes, steps, is_captured, CUDA)
+        for size, rows, nbytes, steps, is_captured in cases
+    ]
+    assert worth == [True, False, True, False, True, False]
 
 
 @pytest.fixture

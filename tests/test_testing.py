@@ -14,7 +14,7 @@ import fastgen
 from fastgen.config import CONFIG
 from fastgen.testing import configured
 
-BEAMS = {"num_beams": 3, "max_new_tokens": 4}
+BEAMS = {"num_beams": 3, "max_new_tokens": 6}
 
 
 @pytest.mark.parametrize("path", [*PARTS.values(), *LIMITS.values()])

@@ -51,7 +51,7 @@ from fastgen.optimizer.transformers.sources import unknown_of
 from fastgen.patching import disabled
 
 # A call with at most this number of steps, whose prefill is too small to gain, bypasses fastgen.
-MOST_STEPS_OF_TINY_CALL = 2
+MOST_STEPS_OF_TINY_CALL = 4
 
 GROWS = "the static cache: one that grows, because nothing is compiled"
 

@@ -301,8 +301,8 @@ def test_a_list_that_the_caller_uses_meanwhile_is_copied(calls):
             assert mine(input_ids, scores).isinf().any() and not scores.isinf().any()
             return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
-    unchanged("gpt2").generate(PROMPTS, max_new_tokens=3, logits_processor=mine, stopping_criteria=[Uses()])
-    assert calls == ["in place", "copy"] * 3
+    unchanged("gpt2").generate(PROMPTS, max_new_tokens=5, logits_processor=mine, stopping_criteria=[Uses()])
+    assert calls == ["in place", "copy"] * 5
 
 
 UNKNOWN = ("transformers.generation.logits_process",)

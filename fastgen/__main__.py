@@ -154,7 +154,7 @@ def _build_of_kernels() -> list[str]:
         return []
     from fastgen.ops import simd
 
-    return [f"C++ kernels: {'; '.join(simd.machine_reasons()) or f'built for {simd.instructions()}'}"]
+    return [f"C++ kernels: {'; '.join(simd.machine_reasons()) or f'those for {simd.instructions()}'}"]
 
 
 def _rates() -> list[str]:

@@ -94,5 +94,5 @@ def test_the_installed_wheel_says_which_build_runs(wheel: Path, tmp_path: Path) 
     (site / "packages.pth").write_text("".join(f"{path}\n" for path in sys.path if path.endswith("site-packages")))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     report = run(tmp_path / "here/bin/python", "-m", "fastgen", cwd=tmp_path, env=environment)
-    assert f"C++ kernels: built for {simd.instructions()}\n" in report
+    assert f"C++ kernels: those for {simd.instructions()}\n" in report
     assert "runs from the source tree" not in report

@@ -40,7 +40,7 @@ HELP = "Generate for every line of INPUT with a model and write one record per l
 EPILOG = f"""\
 Every field of GenerationConfig is a flag (--temperature 0.7, --top_p 0.9,
 --num_return_sequences 4, --no_repeat_ngram_size 3, --length_penalty 2, ...).
-What is not given stays the model's own. --help-all lists all other flags.
+What is not given stays the model's own. --help_all lists all other flags.
 
 Lines that fail are listed, and have an empty record. INPUT and OUTPUT may be
 compressed (.gz, .xz, .zst) and URLs (s3://…, hf://…). exit status: 0 all done,

@@ -280,7 +280,7 @@ def too_small_reasons(call: GenerateCall, model: HostModel, arguments: dict[str,
     if costs.shares is False:
         return [Reason("SHARE_NEVER", "FASTGEN_SHARE=never")]
     milliseconds = [costs.seconds(work) * 1e3 for work in (saved, added)]
-    detail = "{} tokens fewer save about {:.2f} ms, the overhead is {:.2f} ms".format(tokens, *milliseconds)
+    detail = "computing {} tokens fewer saves about {:.2f} ms, but costs {:.2f} ms".format(tokens, *milliseconds)
     return [Reason("TOO_SMALL", "the model is too small to gain", detail)]
 
 

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
+from importlib import import_module
 from types import FunctionType
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -24,10 +26,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
-from transformers.models.llama import modeling_llama
 
 from fastgen.ops import liger
 from fastgen.ops.kernel import tolerance
+from fastgen.optimizer import trust
 from fastgen.optimizer.decoding.call import GenerateCall, count
 from fastgen.optimizer.decoding.faster_forwards import FasterForward, Forward, Whole
 
@@ -48,24 +50,21 @@ _compared: WeakKeyDictionary[type[nn.Module], dict[Settings, Build | None]] = We
 
 
 def forwards_on_gpu(modules: Iterable[nn.Module]) -> dict[type[nn.Module], Forward | Whole]:
-    """Returns the forwards of these modules, which are on a GPU, by their class."""
+    """Returns the forwards of these modules, which are on a GPU where Liger's kernels run, by their class."""
     forwards: dict[type[nn.Module], Forward | Whole] = {}
-    if liger.unsupported_reasons():
-        return forwards
-    modules_of: dict[type[nn.Module], tuple[nn.Module, Any]] = {}
-    settings: dict[type[nn.Module], set[Settings]] = {}
+    variants_of: defaultdict[type[nn.Module], dict[Settings, tuple[Any, nn.Module, Tensor]]] = defaultdict(dict)
     for module in modules:
         compare = next((compare for is_one, compare in _KINDS if is_one(module)), None)
         if compare is not None and (weight := next(module.parameters(), None)) is not None:
-            modules_of.setdefault(type(module), (module, compare))
-            settings.setdefault(type(module), set()).add((weight.dtype, _plain_settings(module)))
-    for kind, (module, compare) in modules_of.items():
-        if len(settings[kind]) == 1:
+            settings = weight.dtype, _plain_settings(module)
+            variants_of[type(module)].setdefault(settings, (compare, module, weight))
+    for kind, variants in variants_of.items():
+        if len(variants) == 1:
+            ((settings, variant),) = variants.items()
             compared = _compared.setdefault(kind, {})
-            (setting,) = settings[kind]
-            if setting not in compared:
-                compared[setting] = _compare(compare, module)
-            if (build := compared[setting]) is not None:
+            if settings not in compared:
+                compared[settings] = _compare(*variant)
+            if (build := compared[settings]) is not None:
                 forwards[kind] = build()
     return forwards
 
@@ -76,9 +75,8 @@ def _plain_settings(module: nn.Module) -> frozenset[Any]:
     return frozenset((name, value) for name, value in values if name not in ("training", "layer_idx"))
 
 
-def _compare(compare: Callable[[nn.Module, Callable[..., Tensor]], Build | None], module: nn.Module) -> Build | None:
+def _compare(compare: Callable[..., Build | None], module: nn.Module, weight: Tensor) -> Build | None:
     try:
-        weight = next(module.parameters())
         with torch.no_grad():
             return compare(module, partial(_random, weight)) if weight.dtype in liger.DTYPES else None
     except Exception as error:  # the forward has other arguments, or Triton cannot compile
@@ -181,7 +179,7 @@ def _compared_attention(module: Any, random: Callable[..., Tensor]) -> Build | N
     forward = type(module).forward
     rotary = forward.__globals__.get(_ROTARY)
     width = getattr(module, "head_dim", None)
-    if not _is_llamas(rotary) or type(width) is not int or width % 2:
+    if type(rotary) is not FunctionType or type(width) is not int or width % 2 or not _is_llamas(rotary):
         return None
     queries, keys, angles = random(2, 4, 3, width), random(2, 2, 3, width), random(2, 3, width // 2)
     angles = torch.cat([angles, angles], dim=-1)
@@ -191,18 +189,13 @@ def _compared_attention(module: Any, random: Callable[..., Tensor]) -> Build | N
 
 
 def _is_llamas(rotary: Any) -> bool:
-    """Whether this function has the code of Llama's. HunYuan-VL's, whose cosines have unequal halves, has another."""
-    ours = vars(modeling_llama)
-    theirs = getattr(rotary, "__globals__", {})
-    functions = ((rotary, ours[_ROTARY]), (theirs.get(_ROTATE), ours[_ROTATE]))
-    return all(type(function) is FunctionType and _same_code(function, llamas) for function, llamas in functions)
-
-
-def _same_code(function: FunctionType, other: FunctionType) -> bool:
-    codes = function.__code__, other.__code__
-    same = all(getattr(codes[0], name) == getattr(codes[1], name) for name in ("co_code", "co_names", "co_varnames"))
-    constants = [{*map(repr, code.co_consts[1:])} for code in codes]  # the first one is the docstring
-    return same and constants[0] == constants[1] and function.__defaults__ == other.__defaults__
+    """Whether this function has the source of Llama's. HunYuan-VL's, whose cosines have unequal halves, has another."""
+    llama = import_module("transformers.models.llama.modeling_llama").__name__
+    theirs, llamas = (
+        [trust.hash_of(f"{module}:{name}") for name in (_ROTARY, _ROTATE)]
+        for module in (getattr(rotary, "__module__", ""), llama)
+    )
+    return None not in llamas and theirs == llamas
 
 
 def _turning(forward: FunctionType, rotary: Callable[..., Any]) -> Whole:

@@ -4,9 +4,8 @@ One kernel launch for each segment. A program folds the queries of all rows and 
 into a tile of a tensor-core product (FastSeq §4.1, Hydragen), and sums over a chunk of the segment's length (split-KV,
 as in Flash-Decoding) if a segment has fewer programs than the GPU has multiprocessors; scores and sums are fp32. The
 programs of the last segment merge what earlier launches have summed, unless they sum over chunks themselves: then
-another launch merges. With `Bounds`, which say on the device
-what a step sees, padding and spare capacity of a static cache are not read, and keys of each row are found in the rows
-that wrote them.
+another launch merges. With `Bounds`, which say on the device what a step sees, padding and spare capacity of a static
+cache are not read, and keys of each row are found in the rows that wrote them.
 
 docs/gpu-checks.md compares its times with torch's products and stock attention.
 

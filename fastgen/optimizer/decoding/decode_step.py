@@ -186,22 +186,21 @@ class LateFlags:
         self.index = index
 
 
-def staying_in_halves(unfinished: list[int], count: int) -> list[int]:
-    """Returns which of `count` inputs stay in a captured batch, ascending: all, or a power of two.
+def staying_in_halves(unfinished: list[int], count: int, most: int = 1, rows: int = 1) -> tuple[list[int], int]:
+    """Returns which of `count` inputs stay in a captured batch, ascending, and with how many rows each.
 
-    A graph has a number of rows. So finished inputs leave once they are half of the batch, and some of them stay until
-    the next time, so that other calls have graphs of these sizes.
+    rows: those that an input has now; most: those that an unfinished one needs at most. A graph has a number of rows.
+    So finished rows leave once they are half of the batch, and some stay until the next time, so that other calls have
+    graphs of these sizes: powers of two.
     """
-    return [*range(count)] if 2 * len(unfinished) > count else with_finished(unfinished, count)
-
-
-def with_finished(unfinished: list[int], count: int) -> list[int]:
-    """Returns these of `count` inputs, and the first of the rest, so that they are a power of two; ascending."""
+    if 2 * len(unfinished) * most > count * rows:
+        return [*range(count)], rows
     finished = sorted({*range(count)}.difference(unfinished))
-    return sorted(unfinished + finished[: power_of_two(len(unfinished)) - len(unfinished)])
+    staying = sorted(unfinished + finished[: _power_of_two(len(unfinished)) - len(unfinished)])
+    return staying, min(_power_of_two(most), rows)
 
 
-def power_of_two(count: int) -> int:
+def _power_of_two(count: int) -> int:
     """Returns the smallest power of two that is not below `count`, which is positive."""
     return 1 << (count - 1).bit_length()
 

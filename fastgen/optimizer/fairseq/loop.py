@@ -332,7 +332,7 @@ class Loop:
         unfinished, sentences = self.unfinished, len(self.ignored)
         captures = self.step.captures if self.reads_late else None
         if captures is not None:
-            unfinished = staying_in_halves(unfinished, sentences)
+            unfinished, _ = staying_in_halves(unfinished, sentences)
         leaving = (sentences - len(unfinished)) * self.num_beams
         stays = not leaving or (captures is not None and not captures.should_leave(leaving, self.max_len - step))
         return None if stays else unfinished

@@ -320,7 +320,7 @@ class BeamSearch:
         if not (remaining := [index for index, final in enumerate(is_final) if not final]):
             return
         if self.late is not None:
-            remaining = staying_in_halves(remaining, len(is_final))
+            remaining, _ = staying_in_halves(remaining, len(is_final))
         leaving = (len(is_final) - len(remaining)) * self.num_beams
         left = self.config.max_length - self.input_ids.shape[1]
         if not leaving or not self.step.should_compact(leaving, left):

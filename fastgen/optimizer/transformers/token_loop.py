@@ -23,7 +23,7 @@ from fastgen.config import CONFIG
 from fastgen.ops.probes import probe
 from fastgen.optimizer.decoding.captures import can_capture, unwanted_reasons
 from fastgen.optimizer.decoding.cost_model import CostModel, ModelSize, Work, size_of
-from fastgen.optimizer.decoding.decode_step import LateFlags, on_device, power_of_two, with_finished
+from fastgen.optimizer.decoding.decode_step import LateFlags, on_device, staying_in_halves
 from fastgen.optimizer.decoding.report import DRAFTS, LOOP, STEPS, Reason, check, that_hold
 from fastgen.optimizer.transformers import compat
 from fastgen.optimizer.transformers.checks import CallChecks, HostModel, LoopArguments, current_call
@@ -253,7 +253,7 @@ class TokenLoop:
         if not self.draws_itself or probs.shape[:-1] != self.unfinished.shape:
             return torch.multinomial(probs, num_samples=1).squeeze(1)
         if probs.is_cuda:
-            return _draw_on_gpu(probs, self.all_rows, None if len(probs) == self.all_rows else self.row_index)
+            return _draw_on_gpu(probs, self.all_rows, self.row_index)
         live = self.unfinished if self.pads else torch.ones_like(self.unfinished)
         all_unfinished = len(probs) == self.all_rows and bool(live.all())
         is_small = all_unfinished and probs.numel() < MIN_ELEMENTS_TO_DRAW
@@ -309,10 +309,7 @@ class TokenLoop:
         inputs = [index for index, flags in enumerate(by_input) if any(flags)]
         most = max(map(sum, by_input))
         if self.late is not None:
-            if 2 * len(inputs) * most > len(unfinished):
-                return by_input, [*range(len(by_input))], size
-            most = min(power_of_two(most), size)
-            inputs = with_finished(inputs, len(by_input))
+            inputs, most = staying_in_halves(inputs, len(by_input), most, size)
         return by_input, inputs, most
 
 
@@ -343,15 +340,15 @@ def _draw(probs: Tensor, rows: int, row_index: Tensor) -> Tensor:
     return (probs / noise).argmax(dim=-1)
 
 
-def _draw_on_gpu(probs: Tensor, rows: int, row_index: Tensor | None) -> Tensor:
-    """Draws what `torch.multinomial` draws from softmax's probabilities `[rows, vocabulary_size]`, for some rows.
+def _draw_on_gpu(probs: Tensor, rows: int, row_index: Tensor) -> Tensor:
+    """Draws the same from softmax's probabilities.
 
-    row_index: as in `_draw`; None: all rows. torch checks the largest and the smallest number and the sum of each row
-    in eleven kernels. Softmax gives probabilities or, for logits that are not finite, NaN, which one sum shows.
+    torch checks the largest and the smallest number and the sum of each row in eleven kernels. Softmax gives
+    probabilities or, for logits that are not finite, NaN, which one sum shows.
     """
     torch._assert_async(probs.sum() < math.inf, "probabilities to draw from are not finite")
     noise = probs.new_empty((rows, probs.shape[1])).exponential_()
-    if row_index is not None:
+    if len(probs) < rows:
         noise = noise[row_index]
     return torch.div(probs, noise, out=noise).argmax(dim=-1)
 
@@ -367,7 +364,7 @@ def _draws_as_torch(device: torch.device) -> bool:
         expected = torch.multinomial(probs, num_samples=1).squeeze(1)[rows]
         expected_state = random.get_state()
         random.set_state(state)
-        tokens = _draw(probs[rows], 6, rows) if device.type == "cpu" else _draw_on_gpu(probs[rows], 6, rows)
-        return torch.equal(tokens, expected) and torch.equal(random.get_state(), expected_state)
+        draw = _draw if device.type == "cpu" else _draw_on_gpu
+        return torch.equal(draw(probs[rows], 6, rows), expected) and torch.equal(random.get_state(), expected_state)
     finally:
         random.set_state(state)

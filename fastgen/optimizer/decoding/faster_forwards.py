@@ -27,14 +27,14 @@ from fastgen.ops import cpu_attention, cpu_linear
 from fastgen.ops.cpu_attention import MIN_QUERIES, FlashAttention
 from fastgen.ops.tracing import is_watched
 from fastgen.optimizer.decoding.call import GenerateCall, current_call
-from fastgen.optimizer.decoding.cost_model import CostModel, ModelSize, Work
+from fastgen.optimizer.decoding.cost_model import CostModel, ModelSize, Work, first_weight
 from fastgen.provenance import packages_of
 
 _LOCK = threading.Lock()
 
 
 class Whole(NamedTuple):
-    """A forward that takes the module and all arguments of the library's, and runs instead of it."""
+    """A forward that takes the call, the module and all arguments of the library's, and runs instead of it."""
 
     forward: Callable[..., Any]
 
@@ -56,20 +56,23 @@ def faster_forwards(
     call: GenerateCall,
     models: Mapping[nn.Module, Iterable[nn.Module]],
     forwards: Mapping[type[nn.Module], Forward | Whole],
-    is_cpu: bool = True,
 ) -> Iterator[None]:
     """A context in which modules of these types have these forwards for one call; its report counts their kernels.
 
-    Attention modules on a CPU get one, too, see `FasterForward`. models: the modules of each model. A forward that user
-    code has set on a module is not replaced.
+    Attention modules on a CPU get `FLASH`, too. models: the modules of each model. A forward that user code has set on
+    a module is not replaced.
     """
     forwards = {kind: faster for kind, faster in forwards.items() if packages_of(kind.forward) == packages_of(kind)}
+    weights = map(first_weight, models)
+    is_cpu = all(weight is None or weight.is_cpu for weight in weights)
     attention_is_faster = is_cpu and not cpu_attention.KERNELS[0].unsupported_reasons()
     swapped: list[FasterForward] = []
     with _LOCK:
         for module in itertools.chain(*models.values()):
             faster = forwards.get(type(module))
-            if faster is not None or (attention_is_faster and attends(type(module).forward)):
+            if faster is None and attention_is_faster and attends(type(module).forward):
+                faster = FLASH
+            if faster is not None:
                 attributes = vars(module)
                 forward = attributes.get("forward")
                 if forward is None:
@@ -152,17 +155,16 @@ def has_faster_forward(module: nn.Module) -> bool:
 class FasterForward:
     """The forward of one module while `users` calls of `generate` run; other threads get the library's result.
 
-    faster: returns the output for the module's one input, or None to run the library's forward; or a `Whole`. None for
-    an attention module: the library's forward runs with `FlashAttention` in place of torch's attention of many queries.
+    faster: returns the output for the module's one input, or None to run the library's forward; or a `Whole`.
     blas_shapes: the input shapes for which BLAS is fastest. Asking again takes 40 µs after a product that has evicted
     the caches, some percent of a call in bf16.
     """
 
-    def __init__(self, module: nn.Module, faster: Forward | Whole | None) -> None:
+    def __init__(self, module: nn.Module, faster: Forward | Whole) -> None:
         self.module = module
         self.faster = faster
         self.users = 0
-        self.blas_shapes = set() if faster is None else _blas_shapes_of(module)
+        self.blas_shapes = set() if isinstance(faster, Whole) else _blas_shapes_of(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         original = type(self.module).forward
@@ -170,14 +172,8 @@ class FasterForward:
         if call is None or not call.swapped:
             return original(self.module, *args, **kwargs)
         if isinstance(self.faster, Whole):
-            forward = original if is_watched() else self.faster.forward
-            return forward(self.module, *args, **kwargs)
-        if self.faster is None:
-            states = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-            if states is not None and states.dim() == 3 and states.shape[1] >= MIN_QUERIES:
-                with FlashAttention(call.report.kernels):
-                    return original(self.module, *args, **kwargs)
-        elif len(args) == 1 and {NoneType}.issuperset(map(type, kwargs.values())):
+            return self.faster.forward(call, self.module, *args, **kwargs)
+        if len(args) == 1 and {NoneType}.issuperset(map(type, kwargs.values())):
             rows = args[0]
             if (not isinstance(rows, Tensor) or rows.shape not in self.blas_shapes) and not is_watched():
                 with torch._C.DisableTorchFunction():  # otherwise `FlashAttention` sees every attribute access
@@ -190,6 +186,18 @@ class FasterForward:
         """Replaces this forward by the library's method in copies and pickles of the module."""
         return getattr, (self.module, "forward")
 
+
+def _attend(call: GenerateCall, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Runs the library's forward with `FlashAttention` instead of torch's attention of many queries."""
+    original = type(module).forward
+    states = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    if states is not None and states.dim() == 3 and states.shape[1] >= MIN_QUERIES:
+        with FlashAttention(call.report.kernels):
+            return original(module, *args, **kwargs)
+    return original(module, *args, **kwargs)
+
+
+FLASH = Whole(_attend)
 
 _ATTENTION = frozenset({"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS"})
 

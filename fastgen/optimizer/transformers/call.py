@@ -180,7 +180,7 @@ def swap_forwards(
     if is_gpu and (facts.hooks or facts.user_code or facts.is_sharded):
         return nullcontext()
     modules = facts.modules.values()
-    return faster_forwards(call, {model: modules}, forwards_on_gpu(modules) if is_gpu else forwards(), not is_gpu)
+    return faster_forwards(call, {model: modules}, forwards_on_gpu(modules) if is_gpu else forwards())
 
 
 # Mixed precision.

@@ -29,6 +29,7 @@ from transformers.activations import SiLUActivation
 
 from fastgen.ops import liger
 from fastgen.ops.kernel import tolerance
+from fastgen.ops.tracing import is_watched
 from fastgen.optimizer import trust
 from fastgen.optimizer.decoding.call import GenerateCall, count
 from fastgen.optimizer.decoding.faster_forwards import FasterForward, Forward, Whole
@@ -215,7 +216,11 @@ def _turning(forward: FunctionType, rotary: Callable[..., Any]) -> Whole:
         names[_ROTARY] = turned
     copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copied.__kwdefaults__ = forward.__kwdefaults__
-    return Whole(copied)
+
+    def attend(call: GenerateCall, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return (forward if is_watched() else copied)(module, *args, **kwargs)
+
+    return Whole(attend)
 
 
 _KINDS = ((_is_norm, _compared_norm), (_is_gate, _compared_gate), (_is_attention, _compared_attention))

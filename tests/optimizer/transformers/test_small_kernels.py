@@ -32,7 +32,7 @@ def forwards_are_the_librarys() -> None:
             stock = model(tokens, use_cache=False).logits
             with generate_call(name) as call:
                 forwards = small_kernels.forwards_on_gpu(model.modules())
-                with faster_forwards(call, {model: model.modules()}, forwards, is_cpu=False):
+                with faster_forwards(call, {model: model.modules()}, forwards):
                     logits = model(tokens, use_cache=False).logits
         torch.testing.assert_close(logits, stock, atol=1e-4, rtol=1e-4)
         assert set(call.report.kernels) == expected, (name, call.report.kernels)
@@ -95,7 +95,7 @@ def a_norm_without_a_weight_keeps_its_forward() -> None:
     rows = torch.randn(3, 16)
     with torch.no_grad(), generate_call("norms") as call:
         expected = norms(rows)
-        with faster_forwards(call, {norms: norms}, small_kernels.forwards_on_gpu(norms), is_cpu=False):
+        with faster_forwards(call, {norms: norms}, small_kernels.forwards_on_gpu(norms)):
             torch.testing.assert_close(norms(rows), expected)
     assert call.report.kernels[NORM] == 2
 

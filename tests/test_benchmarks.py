@@ -114,7 +114,7 @@ def test_a_tiny_case_of_each_kind_is_measured_and_has_a_floor(run, case, capsys)
 @pytest.mark.slow
 def test_each_call_of_people_runs_and_is_compared(run, bench):
     pytest.importorskip("peft")
-    status, data = run("reach", "--set", "length=16", "new_tokens=4")
+    status, data = run("reach", "--set", "length=16", "new_tokens=6")
     results = {result["case"]: result for result in data["results"]}
     assert status == 0 and [*results] == [*bench.cases_of("reach")]
     assert all(result["equal"] and result["ratios"]["stock"] > 0 for result in results.values())

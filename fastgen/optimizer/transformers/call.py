@@ -149,7 +149,8 @@ def _tiny_reasons(
     size = size_of(model, checks.KNOWN)
     costs = call.costs
     is_short = steps <= MOST_STEPS_OF_TINY_CALL
-    is_tiny = is_short and not costs.pays(size.tokens(rows * prompt.numel()), costs.overhead_of_prefill_once(size))
+    copies = (rows - 1) * prompt.numel() or prompt[1:].numel()
+    is_tiny = is_short and not costs.pays(size.tokens(copies), costs.overhead_of_prefill_once(size))
     return [TOO_SMALL] if is_tiny and not should_swap(costs, size, steps) else []
 
 

@@ -90,6 +90,18 @@ def test_the_reason_gives_the_numbers():
     assert reason.detail == f"computing 36 tokens fewer saves about {saved:.2f} ms, but costs {overhead:.2f} ms"
 
 
+@pytest.mark.parametrize(("rows", "arguments"), [(64, {"num_beams": 2}), (65, {})], ids=("beams", "equal rows"))
+def test_few_steps_are_left_alone_if_the_prefill_saves_little(rows, arguments):
+    """64 rows of a prompt can be saved: by the first of two beams, or by one of 65 equal rows."""
+    model = tiny("gpt2")
+    size = size_of(model, KNOWN)
+    length = next(length for length in range(1, 200) if should_prefill_once(size, 64 * length))
+    for added, is_left in ((-1, True), (0, False)):
+        prompt = {"input_ids": token_ids(1, length + added).expand(rows, -1).contiguous()}
+        report = assert_same(model, prompt, max_new_tokens=1, **arguments)
+        assert is_left == left_alone_because(report, "TOO_SMALL", "the call") and is_left != (PREFILL in report.shared)
+
+
 def test_the_same_model_shares_longer_prompts_of_more_rows():
     report = assert_same(tiny("gpt2"), {"input_ids": token_ids(16, 60)}, **SAMPLES)
     assert report.shared[0] == PREFILL

@@ -4,9 +4,10 @@ import json
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
-from python_process import REPOSITORY, run_code, run_python
+from python_process import REPOSITORY, run_code, run_programs, run_python
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
@@ -81,25 +82,15 @@ def test_the_first_example_of_a_page_runs_without_a_network(page):
     assert SPOKEN in run_code(f"{python_of(page)[0]}\nassert {EXAMPLES[page]}\n", HF_HUB_OFFLINE="1")
 
 
-@pytest.mark.parametrize(
-    "code", python_of("docs/models.md"), ids=lambda code: re.search(r"fastgen\.models\.(\w+)|$", code).group(0)
-)
-def test_the_examples_of_models_run_without_a_network(code):
-    pytest.importorskip("transformers")
-    if "fairseq" in code:
-        pytest.importorskip("fairseq")
-    run_code(code, HF_HUB_OFFLINE="1")
-
-
 *ROLLOUTS, OF_TRL = sorted(python_of("docs/rollouts.md"), key=lambda code: "GRPO" in code)
 
 
-@pytest.mark.parametrize(
-    "code", ROLLOUTS, ids=lambda code: re.search(r"fastgen\.([a-z_]+)\(|$", code).group(1) or "own loop"
-)
-def test_the_examples_of_rollouts_run_without_a_network(code):
-    pytest.importorskip("transformers")
-    run_code(code, HF_HUB_OFFLINE="1")
+@pytest.mark.parametrize("page", ("models", "rollouts"))
+def test_the_examples_of_a_page_run_without_a_network(page, tmp_path):
+    codes = ROLLOUTS if page == "rollouts" else python_of("docs/models.md")
+    codes = [code for code in codes if "fairseq" not in code or find_spec("fairseq")]
+    assert len(codes) > 2
+    run_programs(codes, tmp_path, HF_HUB_OFFLINE="1")
 
 
 @pytest.mark.slow
@@ -114,18 +105,14 @@ def test_the_example_of_trl_reports_rollout_and_scoring(tmp_path):
         assert line in done.stdout and line in shown
 
 
-PROGRAMS = {"function": SPOKEN, "recognizer": "4 texts", "generator": SPOKEN}
-PROGRAMS |= {"trainer": "thirty", "LoRA": "thirty", "harness": "thirty"}
-
-
-@pytest.mark.parametrize(
-    ("code", "output"), zip(python_of("docs/coming-from.md"), PROGRAMS.values(), strict=True), ids=PROGRAMS
-)
-def test_programs_of_users_run_without_a_network(code, output):
-    for package in ("peft", "lm_eval"):
-        if f"from {package}" in code:
-            pytest.importorskip(package)
-    assert output.partition(" one ")[0] in run_code(code, HF_HUB_OFFLINE="1")
+def test_programs_of_users_run_without_a_network(tmp_path):
+    """What a pipeline, a recognizer, `TextGenerator`, a trainer, LoRA and the harness print."""
+    shown = ["thirty", "4 texts", "thirty", "thirty", "thirty", "thirty"]
+    codes = dict(zip(python_of("docs/coming-from.md"), shown, strict=True))
+    absent = [package for package in ("peft", "lm_eval") if not find_spec(package)]
+    codes = {code: words for code, words in codes.items() if not any(f"from {name}" in code for name in absent)}
+    for words, printed in zip(codes.values(), run_programs([*codes], tmp_path, HF_HUB_OFFLINE="1"), strict=True):
+        assert words in printed
 
 
 RECIPES = python_of("docs/scaling.md")

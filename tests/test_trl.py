@@ -39,7 +39,7 @@ trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
 WORDS = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(61))]
-STEPS, SAMPLES = 20, 8
+STEPS, SAMPLES = 8, 8
 PLAIN = {"bf16": False, "gradient_checkpointing": False}
 
 pytestmark = pytest.mark.slow

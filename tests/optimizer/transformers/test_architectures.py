@@ -7,6 +7,7 @@ from auto_parity import AT_REAL_SIZE, read_table
 from hooks import ANY_SIZE, costs
 from simd_kernels import needs_library
 
+ON_A_CPU = ("gpt2", "llama", "gemma2", "mixtral", "mamba", "bart", "t5", "whisper")
 LONG = Scale(length=45, positions=512, frames=160)  # long enough for flash attention
 # Models that attend by other functions than torch's, or to fewer pieces of an image.
 WITHOUT_FLASH_ATTENTION = """
@@ -16,7 +17,14 @@ WITHOUT_FLASH_ATTENTION = """
 """.split()
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.id)
+# On a twin of a GPU, tests/gpu/test_parity_cuda.py compares all of them in the same way.
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(each, marks=[] if each.id in ON_A_CPU else pytest.mark.covered_by_slow, id=each.id)
+        for each in ARCHITECTURES
+    ],
+)
 def test_tokens_and_scores_are_those_of_the_unpatched_library(architecture, share_always):
     model, inputs = architecture.model(), architecture.inputs()
     for mode in MODES:

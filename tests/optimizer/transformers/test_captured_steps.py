@@ -291,7 +291,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
 }
 
 
-@WAYS
+@pytest.mark.parametrize(
+    ("arguments", "shared"), ((BEAMS, "always"), (GREEDY, "never")), ids=("beams", "greedy"), indirect=["shared"]
+)
 @pytest.mark.parametrize("why", [pytest.param(why, marks=[needs_peft] * why.endswith("Config")) for why in REFUSED])
 def test_models_that_cannot_be_captured_have_a_reason(why, arguments, shared):
     make, code, text = REFUSED[why]

@@ -1,12 +1,13 @@
 """User code that runs in each step may change the model: the following steps are those of the library."""
 
+import itertools
 from random import Random
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from fuzz_changes import CHANGES, USER_CODE, adapter, forward_hook
+from fuzz_changes import CHANGES, USER_CODE, adapter, forward_hook, weight_in_place
 from parity import run_both
 from reports import capturing, replays
 from tiny_models import tiny, token_ids
@@ -56,17 +57,19 @@ def generated(change: Any, *kind: str, name: str = "llama", **arguments: Any) ->
             model.handle.remove()
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments"),
-    [
-        *(pytest.param("processor", arguments, id=name) for name, arguments in LOOPS.items()),
-        *(pytest.param(kind, {}, id=kind) for kind in ("criterion", "streamer")),
-        pytest.param("prefix function", {"num_beams": 2}, id="prefix function"),
-        pytest.param("processor", {"name": "prophetnet"}, id="ProphetNet"),
-    ],
-)
-@pytest.mark.parametrize("change", [*CHANGES, hook_of_all_modules])
-def test_a_change_by_user_code_within_a_call_counts(change, kind, arguments):
+KINDS = {name: ("processor", arguments) for name, arguments in LOOPS.items()}
+KINDS |= {kind: (kind, {}) for kind in ("criterion", "streamer")} | {
+    "prefix function": ("prefix function", {"num_beams": 2}),
+    "ProphetNet": ("processor", {"name": "prophetnet"}),
+}
+# All changes by a processor of greedy decoding; in the others one that a step reads, and two that a step must call.
+CASES = [(change, "greedy") for change in [*CHANGES, hook_of_all_modules]]
+CASES += itertools.product((weight_in_place, forward_hook, hook_of_all_modules), [*KINDS][1:])
+
+
+@pytest.mark.parametrize(("change", "kind"), CASES)
+def test_a_change_by_user_code_within_a_call_counts(change, kind):
+    kind, arguments = KINDS[kind]
     both = run_both(lambda: generated(change, kind, **arguments))
     for stock, fast in zip(both.stock, both.fast, strict=True):
         assert torch.equal(stock, fast)

@@ -1,6 +1,7 @@
 """Prompts that begin alike: their prefix is computed and stored once, with the outputs of the library."""
 
 import copy
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -29,9 +30,11 @@ def llama():
     return unchanged("llama")
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "architecture", [each for each in ARCHITECTURES if each.kind == "causal"], ids=lambda architecture: architecture.id
+CAUSAL = [each for each in ARCHITECTURES if each.kind == "causal"]
+
+
+@pytest.mark.parametrize(  # test_auto_classes.py decodes all classes in each way
+    ("architecture", "way"), [*zip(CAUSAL, itertools.cycle(WAYS))], ids=[architecture.id for architecture in CAUSAL]
 )
 def test_every_architecture_shares_prefixes_or_has_a_reason(architecture, way):
     model = lively(architecture.model())

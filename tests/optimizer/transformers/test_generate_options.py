@@ -60,7 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "typical_p": SAMPLES | {"typical_p": 0.6, "epsilon_cutoff": 0.001},
 }
 ENCODER_OPTIONS = {"encoder_no_repeat_ngram_size": BEAMS | {"encoder_no_repeat_ngram_size": 1}}
-OTHERS = ("gpt2", "t5", "llama-eager", "marian", "gemma2", "bloom")
+OTHERS = ("gpt2", "t5", "bloom")
 MATRIX = pytest.mark.parametrize(
     ("name", "option"),
     [("llama", option) for option in OPTIONS]
@@ -161,7 +161,7 @@ def test_chunked_prefill_raises_the_error_of_the_library(inputs, arguments):
 
 
 @BOTH
-@pytest.mark.parametrize("length", (6, 13, 20), ids="{} tokens".format)
+@pytest.mark.parametrize("length", (6, 20), ids="{} tokens".format)
 @pytest.mark.parametrize("weight", ("q_proj", "k_proj"))
 @pytest.mark.parametrize("name", ("llama", "llama-eager", "bart", "bart-eager"))
 def test_attention_of_nan_is_as_in_the_library(name, weight, length, arguments):

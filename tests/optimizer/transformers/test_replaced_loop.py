@@ -230,8 +230,7 @@ SCORES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@CAPTURES
-@pytest.mark.parametrize("strict", (False, True), ids=("lenient", "strict"))
+@pytest.mark.parametrize(("strict", "captures"), ((False, False), (True, True)), ids=("lenient", "strict, captured"))
 @pytest.mark.parametrize(
     "way", ({"num_beams": 3}, {"num_beams": 4}, {}, SAMPLE), ids=("as many", "beams", "greedy", "sample")
 )

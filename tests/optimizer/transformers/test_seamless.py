@@ -41,8 +41,7 @@ def compare(model: Any, kind: str, batch_size: int, **options: Any) -> Report:
     return fastgen.explain()
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("num_beams", [1, 5])
+@pytest.mark.parametrize(("num_beams", "batch_size"), [(1, 1), (5, 4)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("version", SIZES)
 def test_all_seamless_classes_share_and_capture(version, kind, num_beams, batch_size):

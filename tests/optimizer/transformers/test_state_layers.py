@@ -62,8 +62,9 @@ def test_captured_steps_with_states_give_the_same(name, share_always):
             assert mode == "greedy" or shares(report) == shared, mode
 
 
+# One of each kind of state; test_auto_classes.py lets rows of all classes leave captured steps.
 @pytest.mark.parametrize("captured", (True, False), ids=("captured", "eager"))
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", ("FalconMamba", "Mamba2", "FalconH1", "KimiLinear", "Lfm2Moe", "Qwen3Next", "Zamba2"))
 def test_states_leave_with_rows_that_have_ended(name, captured, share_always):
     model, inputs = model_of(name, ends=True), padded(12, 10, 7, 9)
     plain = {"return_dict_in_generate": False, "output_scores": False, "output_logits": False}

@@ -389,13 +389,6 @@ def test_four_models_capture_in_four_threads():
     assert not any(graph_cache._graph_caches[model].refused for model in models)
 
 
-def test_steps_in_inference_mode_are_cuda_graphs():
-    model = model_of("llama")
-    with torch.inference_mode():
-        for _ in range(2):
-            assert replays(model, inputs_on_gpu("llama"), **BEAMS)
-
-
 def test_a_replay_copies_no_states_of_the_encoder():
     """No step reads them, because their keys are in the cache."""
     model = model_of("bart")

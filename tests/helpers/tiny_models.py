@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from architectures import SPECIAL, VOCABULARY, architecture_of
-from transformers.cache_utils import DynamicCache
 
 BEAMS = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 7}
 SAMPLES = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 7}
@@ -84,9 +83,3 @@ def inputs_of(name: str, *lengths: int, seed: int = 1) -> dict[str, torch.Tensor
     if kind in ("speech", "vision"):
         return architecture_of(name).inputs(rows=len(lengths), seed=seed)
     return padded(*lengths, side="right" if kind == "seq2seq" else "left", seed=seed)
-
-
-def filled_cache(model: torch.nn.Module, prefix: torch.Tensor) -> DynamicCache:
-    """Returns a cache that holds the prefix."""
-    with torch.no_grad():
-        return model(prefix, past_key_values=DynamicCache(config=model.config), use_cache=True).past_key_values

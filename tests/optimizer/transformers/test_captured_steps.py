@@ -307,13 +307,6 @@ def test_models_that_cannot_be_captured_have_a_reason(why, arguments, shared):
             assert not_captured_because(same_tokens(model, inputs, **arguments), code, text)
 
 
-@TWO_WAYS
-def test_nothing_is_captured_if_graphs_are_off(arguments):
-    with capturing("off"):
-        report = same_tokens(tiny("gpt2"), inputs_of("gpt2", *LENGTHS), **arguments)
-    assert not_captured_because(report, "CAPTURE_OFF")
-
-
 def test_on_a_cpu_a_graph_must_save_more_than_it_costs():
     model = tiny("gpt2")
     with capturing("auto"):

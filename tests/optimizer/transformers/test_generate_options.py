@@ -16,7 +16,7 @@ from tiny_models import BEAMS, BOTH, GREEDY, SAMPLES, inputs_of, padded, tiny, t
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
-from fastgen.optimizer.decoding.report import KV_CACHE, Report
+from fastgen.optimizer.decoding.report import Report
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
 
 pytestmark = pytest.mark.usefixtures("share_always")
@@ -128,13 +128,6 @@ def test_inputs_and_outputs_of_all_kinds_are_the_same(call, name, arguments):
     else:
         assert is_shared(both.report, *what_is_shared(name))
     assert "forced_bos_token_id" not in options or (both.fast.sequences[:, 1] == 42).all()
-
-
-@BOTH
-@pytest.mark.parametrize("name", NAMES)
-def test_a_short_prompt_is_computed_once_and_repeated(name, arguments, repeated):
-    report = assert_same(unchanged(name), padded(9, 5), **arguments)
-    assert report.shared == [PREFILL] and "FEW_KEYS" in report.codes(KV_CACHE)
 
 
 @pytest.mark.parametrize("name", DECODER_ONLY)

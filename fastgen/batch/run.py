@@ -13,7 +13,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,15 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a run. scores: by name, if there are references."""
-
-    records: int
-    failures: int
-    scores: dict[str, Any] | None
-
-
 class Progress(Protocol):
     """The receiver of a run's progress, which may display it.
 
@@ -66,9 +57,10 @@ class Progress(Protocol):
     def end(self) -> None: ...
 
 
-def run(args: BatchConfig, stop: Stop, progress: Progress) -> Outcome:
+def run(args: BatchConfig, stop: Stop, progress: Progress) -> tuple[int, dict[str, Any]]:
     """Generates for every line of INPUT and writes OUTPUT; everything that does not need the model comes first.
 
+    Returns how many inputs failed, and the scores by name, if there are references.
     Raises InputError for settings, files or a model that cannot be used, RunError or OSError if the run cannot
     continue, KeyboardInterrupt if it was stopped.
     """
@@ -105,7 +97,11 @@ def run(args: BatchConfig, stop: Stop, progress: Progress) -> Outcome:
             why = f"INPUT has fewer batches than there are shards ({counted(_lines(args, surveyed) or 0, 'line')})"
             progress.say(f"shard {args.shard_id} of {args.num_shards} is empty: {why}")
         scores = scores_of_output(args, references, output.records, args.kind == TRANSCRIBE)
-        return Outcome(output.records, output.failures, scores)
+        if output.failures:
+            can_retry = not (surveyed is None or is_stream or args.speaks)
+            hint = f" ({args.named('retry_failed')} reruns only these)" if can_retry else ""
+            progress.say(f"{output.failures} of {output.records} inputs failed{hint}")
+        return output.failures, scores or {}
     finally:
         output.leave()
 

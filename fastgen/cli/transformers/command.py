@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
-from fastgen.batch import files
 from fastgen.batch.errors import InputError, RunError, check_packages
 from fastgen.batch.run import run
 from fastgen.batch.threads import keep_freed_memory, set_openmp_variables
@@ -51,14 +50,10 @@ def _run(argv: list[str], stop: Signals) -> int:
         check_packages("ray", "accelerate", needed_by=args.setting("ray") or args.setting("workers"))
     from fastgen.cli.transformers.progress import Progress
 
-    outcome = run(args, stop, Progress(args.quiet))
-    for name, value in (outcome.scores or {}).items():
+    failures, scores = run(args, stop, Progress(args.quiet))
+    for name, value in scores.items():
         print(f"{name:<16}{f'{value:.4f}' if isinstance(value, float) else value}")
-    if outcome.failures:
-        are_files = not (files.is_stream(args.input) or files.is_output_stream(args.output))
-        hint = f" ({args.named('retry_failed')} reruns only these)" if are_files and not args.speaks else ""
-        print(f"{PROG}: {outcome.failures} of {outcome.records} inputs failed{hint}", file=sys.stderr)
-    return FAILED if outcome.failures else 0
+    return FAILED if failures else 0
 
 
 if __name__ == "__main__":

@@ -45,8 +45,14 @@ WHY_REFUSED = {
     INTERPRET: "whose inputs and outputs are audio files",
 }
 FORMATS = ("text", "jsonl", "openai")
-# Ends of names of tables, and what their formats are called.
-TABLES = {"csv": "CSV", "tsv": "TSV", "parquet": "Parquet", "arrow": "Arrow", "feather": "Arrow"}
+# Ends of names of files with records, and what the records are: JSON, or rows of a table.
+KIND_OF_RECORDS = {
+    **dict.fromkeys(("jsonl", "ndjson", "json"), "JSON"),
+    **dict.fromkeys(("arrow", "feather"), "Arrow"),
+    "csv": "CSV",
+    "tsv": "TSV",
+    "parquet": "Parquet",
+}
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # FastSeq's names for settings of generate, as flags and in messages of the command.
 FASTSEQ_NAMES = {"num_beams": "beam", "max_length": "max_gen_length", "min_length": "min_gen_length"}
@@ -260,8 +266,8 @@ class BatchConfig:
             if value is not None and setting.name != "gen":
                 vars(self)[setting.name] = self._checked(setting.name, setting.metadata["accepts"], value)
         gen = [(name, self._checked(name, partial(_checked_setting, name), value)) for name, value in self.gen]
-        input_format = self.input_format or ("jsonl" if names_records(self.input) else "text")
-        is_json = is_jsonl(self.output) or self.task in AUDIO_OUT or input_format != "text"
+        input_format = self.input_format or ("jsonl" if kind_of_records(self.input) else "text")
+        is_json = kind_of_records(self.output) == "JSON" or self.task in AUDIO_OUT or input_format != "text"
         output_format = self.output_format or ("jsonl" if is_json else "text")
         vars(self).update(gen=gen, input_format=input_format, output_format=output_format)
         if input_format == "openai":
@@ -396,7 +402,7 @@ class BatchConfig:
         score_path = self.setting("score_path")
         references, field_of, in_format = map(self.named, ("reference_path", "reference_field", "input_format"))
         is_text = not self.reads_records
-        has_records = names_records(self.reference_path or "")
+        has_records = kind_of_records(self.reference_path or "")
         of_records = ["text_field", "id_field", *([] if self.reference_path else ["reference_field"])]
         joined, written = self.setting("join_outputs"), self.setting("output_format")
         mistakes = [
@@ -406,7 +412,7 @@ class BatchConfig:
             *((is_text and what, f"{what} needs {in_format} jsonl") for what in map(self.setting, of_records)),
             (joined and self.writes_records, f"{joined} does not go with JSONL, which keeps outputs apart"),
             (
-                self.writes_records and table_kind(self.output),
+                self.writes_records and kind_of_records(self.output) not in (None, "JSON"),
                 f"OUTPUT {self.output}: records are written as JSON (accepted: a .jsonl)",
             ),
             (is_text and self.output_format == "openai", f"{written} needs {in_format} jsonl or openai"),
@@ -428,25 +434,10 @@ def names_of(**decisions: Any) -> tuple[str, ...]:
     return tuple(setting.name for setting in settings_of_run() if chosen <= setting.metadata.items())
 
 
-def is_jsonl(path: str) -> bool:
-    """Whether a file's name implies JSON records, one per line."""
-    return _end_of(path) in ("jsonl", "ndjson", "json")
-
-
-def table_kind(path: str) -> str | None:
-    """Returns the name of a table's format, None for other files."""
-    return TABLES.get(_end_of(path))
-
-
-def names_records(path: str) -> bool:
-    """Whether a file's name implies records with fields."""
-    return is_jsonl(path) or table_kind(path) is not None
-
-
-def _end_of(path: str) -> str:
-    """Returns the end of a file's name, before that of a compression; empty if it has none."""
+def kind_of_records(path: str) -> str | None:
+    """Returns what the records in a file of this name are, JSON or a table's format; None for lines of text."""
     end = re.search(r"\.(\w+?)(\.(gz|bz2|xz|zst))?$", path.lower())
-    return "" if end is None else end[1]
+    return None if end is None else KIND_OF_RECORDS.get(end[1])
 
 
 @cache

@@ -33,7 +33,7 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from fastgen.batch.config import LINES_AT_ONCE, STREAM, table_kind
+from fastgen.batch.config import LINES_AT_ONCE, STREAM, kind_of_records
 from fastgen.batch.errors import InputError, check_packages
 from fastgen.batch.tables import JsonLines
 
@@ -116,8 +116,8 @@ def opened(flag: str, path: str, raw: bool = False, as_records: bool = False) ->
     broken = (*BROKEN, _zstd().ZstdError) if name.endswith(".zst") else BROKEN
     try:
         with file, packed(file, name, "rb") as content:
-            kind = table_kind(path) if as_records else None
-            yield content if kind is None else JsonLines(content, kind, f"{flag} {path}")
+            kind = kind_of_records(path) if as_records else None
+            yield content if kind in (None, "JSON") else JsonLines(content, kind, f"{flag} {path}")
     except broken as error:
         if not isinstance(error, OSError) or (path.endswith(COMPRESSED) and error.errno is None):
             kind = "gzip" if path.endswith(".gz") else path.rpartition(".")[2]

@@ -24,7 +24,7 @@ ROWS_AT_ONCE = 1024
 class JsonLines:
     """A file of JSON Lines with an object for each row of a table, by the names of its columns.
 
-    kind: the format, as `config.table_kind` names it. name: INPUT or a flag, and the path, for messages.
+    kind: the format, as `config.kind_of_records` names it. name: INPUT or a flag, and the path, for messages.
     """
 
     def __init__(self, table: Any, kind: str, name: str) -> None:

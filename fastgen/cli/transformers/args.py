@@ -24,8 +24,8 @@ from fastgen.batch.config import (
     OTHER_NAMES,
     BatchConfig,
     generation_fields,
+    kind_of_records,
     settings_of_run,
-    table_kind,
 )
 from fastgen.batch.errors import InputError, did_you_mean
 
@@ -163,7 +163,7 @@ def parse_arguments(argv: Sequence[str]) -> BatchConfig:
     settings["gen"] = [pair for pair in settings.get("gen", []) if pair != ("min_length", -1)]
     config = BatchConfig(**settings, named=as_flag)
     if "input_format" not in settings and config.reads_records and not config.quiet:
-        kind = table_kind(config.input) or "JSON"
+        kind = kind_of_records(config.input) or "JSON"
         note = f"note: INPUT {config.input} is read as {kind} records (--input_format text reads it as text)"
         print(note, file=sys.stderr)
     return config

@@ -5,8 +5,8 @@
     generate   runs the model on a batch
     finish     turns what was generated into outputs, in threads after the model
 
-`load` makes them for the kind of run: `prepare` and `collate` are those of its input (`TextInput`, `ChatInput` or
-`AudioInput`), `finish` is that of its output (`TextOutput` or `SoundFolder`). It imports the modules that import torch.
+`load` makes them for the kind of run: `prepare` and `collate` are those of its input (`TextInput` or `AudioInput`),
+`finish` is that of its output (`TextOutput` or `SoundFolder`). It imports the modules that import torch.
 
 Tests: tests/batch/test_recordings.py, tests/batch/test_sounds.py
 """
@@ -166,11 +166,11 @@ def _check_sound_files(args: BatchConfig) -> None:
 def _input_of(loaded: Loaded) -> TextInput | AudioInput:
     """Returns the object that turns lines into arrays. Raises InputError if MODEL reads no sounds."""
     from fastgen.batch.audio import AudioInput
-    from fastgen.batch.text import ChatInput, TextInput
+    from fastgen.batch.text import TextInput
 
     args, config = loaded.args, loaded.model.config
     if args.reads:
-        return (ChatInput if args.chat else TextInput).of(loaded)
+        return TextInput.of(loaded)
     if loaded.feature_extractor is None:
         raise InputError(f"MODEL {args.model}: has no feature extractor")
     # Whisper's generate uses the generated timestamps to find where the next window begins.

@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import json
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,13 +44,13 @@ TOKENIZER_RAISES = "cannot be tokenized"
 class TextInput:
     """Tokenizes lines to {"input_ids": int64 [N]}; threads may share it.
 
+    With args.chat lines are conversations: the chat template adds their special tokens, and they are never truncated.
+
     args.prefix: is put before every text that is not empty, but not before lists of messages. truncate_to: the number
     of tokens to which texts are truncated. most: the most tokens that the model takes, and what sets this limit.
     embedded_tokens: the size of the model's embedding. None means no limit. bodies: reads requests of OpenAI's batch
     format.
     """
-
-    truncates: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -65,12 +65,12 @@ class TextInput:
         self._truncate_to, self._most = truncate_to, most
         # A length switches truncation on; without it the full length is compared with the limit.
         self._options: dict[str, Any] = {}
-        if truncate_to is not None and self.truncates:
+        if truncate_to is not None and not args.chat:
             self._options = {"truncation": True, "max_length": truncate_to}
         elif truncate_to is not None:
             why = f"{args.named('max_tokenizer_length')}; a conversation is not truncated, its end is where the answer"
             self._most = min(filter(None, (most, (truncate_to, f"{why} begins"))))
-        elif most is not None and self.truncates:
+        elif most is not None and not args.chat:
             self._most = most[0], f"{most[1]}; {args.named('truncation', True)} truncates"
         if isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
             # The first call with these settings stores them in the tokenizer, which must not be in use then:
@@ -114,7 +114,10 @@ class TextInput:
         return items
 
     def _encode(self, inputs: list[Any], /, **arguments: Any) -> list[list[int]]:
-        return self._tokenizer(inputs, verbose=False, **self._options)["input_ids"]
+        if not self._args.chat:
+            return self._tokenizer(inputs, verbose=False, **self._options)["input_ids"]
+        options = {"add_generation_prompt": True, **arguments, "tokenize": True, "return_dict": True}
+        return self._tokenizer.apply_chat_template(inputs, **options)["input_ids"]
 
     def _encode_long(self, text: Any) -> list[int] | str:
         """Returns the tokens of a long text's beginning; an error if half of the beginning gives other tokens."""
@@ -146,16 +149,6 @@ class TextInput:
         """Returns padded input_ids [B, N] and their attention_mask."""
         rows = [item.arrays["input_ids"] for item in items if item.arrays is not None]
         return pad_text(rows, self._tokenizer.pad_token_id, self._tokenizer.padding_side == "left")
-
-
-class ChatInput(TextInput):
-    """Tokenizes conversations, which are never truncated; the chat template adds their special tokens."""
-
-    truncates = False
-
-    def _encode(self, inputs: list[Any], /, **arguments: Any) -> list[list[int]]:
-        options = {"add_generation_prompt": True, **arguments, "tokenize": True, "return_dict": True}
-        return self._tokenizer.apply_chat_template(inputs, **options)["input_ids"]
 
 
 def pad_text(rows: list[np.ndarray], pad_token_id: int, left: bool) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from cli_models import sentences
 from fastgen.batch.config import BatchConfig
 from fastgen.batch.files import Line
 from fastgen.batch.planner import Item
-from fastgen.batch.text import SHORTEST_LONG_TEXT, ChatInput, TextInput
+from fastgen.batch.text import SHORTEST_LONG_TEXT, TextInput
 from fastgen.cli.transformers.args import as_flag
 from fastgen.models.demo import demo_path
 
@@ -45,8 +45,8 @@ def prepare(tokenizer):
     ) -> list[Item]:
         raw = [line if isinstance(line, bytes) else line.encode() for line in lines]
         numbered = [Line(number, each) for number, each in enumerate(raw, start=1)]
-        kind = ChatInput if flags.get("chat") else TextInput
-        return kind(with_tokenizer or tokenizer, asked(**flags), max_tokenizer_length, limit).prepare(numbered)
+        texts = TextInput(with_tokenizer or tokenizer, asked(**flags), max_tokenizer_length, limit)
+        return texts.prepare(numbered)
 
     return prepare_lines
 

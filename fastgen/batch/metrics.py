@@ -10,9 +10,10 @@ import os
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
-from fastgen.batch.config import BatchConfig
+from fastgen.batch.config import TRANSCRIBE, BatchConfig
 from fastgen.batch.errors import InputError, check_packages
 from fastgen.batch.files import Line, raw_lines, write_whole
 from fastgen.batch.records import RecordError, decode, field, first_text, kind, parse
@@ -23,16 +24,17 @@ ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 UNSPACED = r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}]"
 
 
-def references_of(args: BatchConfig, lines: int | None, counts_words: bool) -> list[str] | None:
+def references_of(args: BatchConfig, lines: int | None) -> list[str] | None:
     """Returns the references of --reference_path, or else in the records of INPUT; None if nothing is scored.
 
-    lines: the number of lines of INPUT, None if it can be read only once. counts_words: whether the word error rate is
-    computed. Raises InputError if references, or a package for the scores, are missing.
+    lines: the number of lines of INPUT, None if it can be read only once. Raises InputError if references, or a package
+    for the scores, are missing.
     """
     if args.reference_path is None and args.reference_field is None:
         return None
     requested = args.setting("reference_path") or args.setting("reference_field")
-    check_packages("rouge_score", "sacrebleu", *["jiwer"] * counts_words, needed_by=requested)
+    of_words = ["jiwer"] * (args.kind == TRANSCRIBE)
+    check_packages("rouge_score", "sacrebleu", *of_words, needed_by=requested)
     if args.reference_path is None and lines is None:
         needs = f"needs INPUT to be a file, or {args.named('reference_path')}"
         raise InputError(f"{requested} {needs}, and {args.input} can be read only once")
@@ -59,15 +61,13 @@ def read_references(flag: str, path: str, reference_field: str | None = None) ->
     return references
 
 
-def scores_of_output(
-    args: BatchConfig, references: list[str] | None, lines: int, counts_words: bool
-) -> dict[str, Any] | None:
+def scores_of_output(args: BatchConfig, references: list[str] | None, lines: int) -> dict[str, Any] | None:
     """Returns the scores of the first output of each line, and writes them to `score_path` if it is set."""
     if references is None:
         return None
     _check_count(args, references, lines)
     outputs = [first_text(record, args) for record in raw_lines("OUTPUT", args.output)]
-    scores = score(outputs, references, counts_words)
+    scores = score(outputs, references, transcripts=args.kind == TRANSCRIBE)
     if args.score_path is not None and (args.overwrite or args.retry_failed or not os.path.exists(args.score_path)):
         write_whole(Path(os.path.realpath(args.score_path)), (json.dumps(scores, indent=2) + "\n").encode())
     return scores
@@ -89,7 +89,7 @@ def score(outputs: list[str], references: list[str], transcripts: bool = False) 
     if not pairs:
         return {"lines": 0}
     outputs, references = map(list, zip(*pairs, strict=True))
-    words = None if _are_latin(references) else UnicodeWords()
+    words = _tokenizer_of(references)
     rouge = RougeScorer(ROUGE_TYPES, use_stemmer=True, tokenizer=words)
     line_scores = [rouge.score(target=reference, prediction=output) for output, reference in pairs]
     scores: dict[str, Any] = {name: fmean(line[name].fmeasure for line in line_scores) for name in ROUGE_TYPES}
@@ -106,27 +106,19 @@ def score(outputs: list[str], references: list[str], transcripts: bool = False) 
     return scores | {"exact_match": exact / len(pairs), "lines": len(pairs)}
 
 
-class UnicodeWords:
-    """The tokenizer of ROUGE for any script, since the package's own drops all characters but a to z and digits.
+def _tokenizer_of(references: list[str]) -> Any:
+    """Returns ROUGE's tokenizer for any script; None if at least half of the letters of each reference are Latin.
 
-    Tokens are runs of letters, marks and digits, and single characters of scripts without spaces.
+    The package's own, which fits those, drops all characters but a to z and digits. Tokens are runs of letters, marks
+    and digits, and single characters of scripts without spaces.
     """
-
-    def __init__(self) -> None:
-        import regex  # which sacrebleu needs, too
-
-        self._words = regex.compile(rf"(?V1){UNSPACED}\p{{M}}*|[[\p{{L}}\p{{M}}\p{{N}}\p{{Join_C}}]--{UNSPACED}]+")
-
-    def tokenize(self, text: str) -> list[str]:
-        return self._words.findall(text.lower())
-
-
-def _are_latin(references: list[str]) -> bool:
-    """Whether at least half of the letters of each reference are Latin, so that the package's tokenizer fits."""
-    import regex
+    import regex  # which sacrebleu needs, too
 
     letters, latin = regex.compile(r"\p{L}"), regex.compile(r"\p{Latin}")
-    return all(2 * len(latin.findall(text)) >= len(letters.findall(text)) for text in references)
+    if all(2 * len(latin.findall(text)) >= len(letters.findall(text)) for text in references):
+        return None
+    words = regex.compile(rf"(?V1){UNSPACED}\p{{M}}*|[[\p{{L}}\p{{M}}\p{{N}}\p{{Join_C}}]--{UNSPACED}]+")
+    return SimpleNamespace(tokenize=lambda text: words.findall(text.lower()))
 
 
 def _check_count(args: BatchConfig, references: list[str], lines: int) -> None:

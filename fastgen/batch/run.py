@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import fastgen
 from fastgen.batch import files, records, shards
-from fastgen.batch.config import TRANSCRIBE, BatchConfig
+from fastgen.batch.config import BatchConfig
 from fastgen.batch.errors import InputError, RunError, Stop, check_device
 from fastgen.batch.journal import Journal, StreamOutput
 from fastgen.batch.metrics import references_of, scores_of_output
@@ -69,7 +69,7 @@ def run(args: BatchConfig, stop: Stop, progress: Progress) -> tuple[int, dict[st
         args = _with_first_line(args)
     task = task_for(args)
     surveyed = check_files(args)
-    references = references_of(args, None if surveyed is None else surveyed.lines, args.kind == TRANSCRIBE)
+    references = references_of(args, None if surveyed is None else surveyed.lines)
     is_stream = files.is_output_stream(args.output)
     output = StreamOutput(args.output) if is_stream else Journal(args, progress.say)
     try:
@@ -96,7 +96,7 @@ def run(args: BatchConfig, stop: Stop, progress: Progress) -> tuple[int, dict[st
         if args.shard_id is not None and not output.records:
             why = f"INPUT has fewer batches than there are shards ({counted(_lines(args, surveyed) or 0, 'line')})"
             progress.say(f"shard {args.shard_id} of {args.num_shards} is empty: {why}")
-        scores = scores_of_output(args, references, output.records, args.kind == TRANSCRIBE)
+        scores = scores_of_output(args, references, output.records)
         if output.failures:
             can_retry = not (surveyed is None or is_stream or args.speaks)
             hint = f" ({args.named('retry_failed')} reruns only these)" if can_retry else ""

@@ -66,7 +66,7 @@ BINARY_FORMATS = (
     (rb"%PDF-\d|SQLite format 3\0|\x89HDF|\x89PNG|\xff\xd8\xff", "a PDF, a database or an image", "UTF-8 text"),
 )
 # How JSON begins: an object, or the first line of a list or an object over several lines.
-_BEGINS_AS_JSON = re.compile(r'\s*(\{\s*"[^"]*"\s*:|\[\s*\{|[\[{]\s*$)')
+BEGINS_AS_JSON = re.compile(r'\s*(\{\s*"[^"]*"\s*:|\[\s*\{|[\[{]\s*$)')
 # JSON allows these characters in strings, but some programs end lines at them.
 _LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
@@ -133,11 +133,6 @@ def _wide_encoding(raw: bytes) -> str | None:
     if not is_wide:
         return None
     return "UTF-16LE" if raw[0] else "UTF-16BE"
-
-
-def looks_like_json(text: str) -> bool:
-    """Whether a text begins as JSON does."""
-    return _BEGINS_AS_JSON.match(text) is not None
 
 
 def parse(text: str) -> dict[str, Any]:

@@ -262,7 +262,7 @@ def _checked_first(line: files.Line, args: BatchConfig) -> BatchConfig:
     try:
         if not (is_record_of_file and line.cut):  # a cut line is only a failed input
             records.read_input(line, args)
-        if not args.reads_records and records.looks_like_json(records.decode(line)):
+        if not args.reads_records and records.BEGINS_AS_JSON.match(records.decode(line)):
             flag = args.named("input_format", "jsonl")
             logger.warning("INPUT %s: line 1 looks like JSON, and is read as text (%s reads it)", args.input, flag)
     except records.RecordError as error:

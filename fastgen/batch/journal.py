@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastgen.batch import files
 from fastgen.batch.config import RECORDS, STREAM, BatchConfig, names_of
-from fastgen.batch.errors import InputError
+from fastgen.batch.errors import InputError, RunError
 from fastgen.batch.lock import JournalLock
 from fastgen.batch.part import Entry, Part
 from fastgen.batch.signature import DIGEST, differences
@@ -215,7 +215,12 @@ class Journal(StreamOutput):
         self._part.write(entries)
 
     def complete(self) -> None:
-        """Writes the records of the journal, with a retry into those of OUTPUT, and removes the journal."""
+        """Writes the records of the journal, with a retry into those of OUTPUT, and removes the journal.
+
+        Raises RunError if all inputs failed.
+        """
+        if self.failures and not self.generated and self.failed is None:
+            raise RunError(f"every input failed ({self.failures}), so no OUTPUT is written")
         failed = self._part.failed
         run_json: dict[str, Any] = {"signature": self.signature, "records": self.records, "lines": self._part.ranges()}
         sources: list[Numbered] = [self._part.numbered()]

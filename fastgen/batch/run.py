@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import fastgen
 from fastgen.batch import files, records, shards
 from fastgen.batch.config import BatchConfig
-from fastgen.batch.errors import InputError, RunError, Stop, check_device
+from fastgen.batch.errors import InputError, Stop, check_device
 from fastgen.batch.journal import Journal, StreamOutput
 from fastgen.batch.metrics import references_of, scores_of_output
 from fastgen.batch.part import Entry
@@ -32,7 +32,7 @@ from fastgen.config import CONFIG
 from fastgen.reasons import counted
 
 if TYPE_CHECKING:
-    from fastgen.batch.pipeline import Prefetcher, Runner
+    from fastgen.batch.pipeline import Runner
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +60,9 @@ class Progress(Protocol):
 def run(args: BatchConfig, stop: Stop, progress: Progress) -> tuple[int, dict[str, Any]]:
     """Generates for every line of INPUT and writes OUTPUT; everything that does not need the model comes first.
 
-    Returns how many inputs failed, and the scores by name, if there are references.
-    Raises InputError for settings, files or a model that cannot be used, RunError or OSError if the run cannot
-    continue, KeyboardInterrupt if it was stopped.
+    Returns how many inputs failed, and the scores by name, if there are references. Raises InputError for
+    settings, files or a model that cannot be used, RunError or OSError if the run cannot continue, KeyboardInterrupt if
+    it was stopped.
     """
     args = shards.of_launcher(args, os.environ)
     if args.reads_records and not files.is_stream(args.input):
@@ -144,7 +144,7 @@ def _go_through(
     progress: Progress,
 ) -> None:
     """Loads the model, and passes INPUT through all stages. Raises KeyboardInterrupt after an early end."""
-    from fastgen.batch.pipeline import Pipeline
+    from fastgen.batch.pipeline import Pipeline, Prefetcher
 
     before_loading = task.args
     runner.load(task)
@@ -155,19 +155,30 @@ def _go_through(
         progress.line(note)
     signed = signature(replace(args, prefix=before_loading.prefix), surveyed)
     output.begin(with_commit(signed, task.loaded.model.config), task.sounds)
-    plan = _begin(task, output, None if share else lines, progress)
-    writer = _Writer(args, output, progress)
+    plan: Plan = _begin(task, output, None if share else lines, progress)
+    chunks = _chunks(task, output, lines)
+    if share is not None:
+        chunks, plan = share.chunks(chunks), partial(share.batches, plan)
+    copied = 0  # items with the outputs of an earlier, equal one
+
+    def write(items: list[Item], amount: float) -> None:
+        nonlocal copied
+        copied += sum(item.first is not None for item in items)
+        output.write([_entry(item, args) for item in items])
+        failures = [(item.line.number, records.name_of(item, args) + item.error) for item in items if item.error]
+        progress.finished(len(items), amount, failures)
+
     try:
-        batches = _batches(task, output, lines, share, plan, runner.collates)
+        batches = Prefetcher(chunks, task, plan, output.entry, runner.collates)
         if args.verbose:
             progress.details = runner.rates
-        Pipeline(runner, writer, stop, args.postprocess_workers, output.failed is None).drain(batches)
-        _complete(args, output)
+        Pipeline(runner, write, stop, args.postprocess_workers, output.failed is None).drain(batches)
+        output.complete()
     finally:
         progress.close()
         if left := output.leave(resumable=not files.is_stream(args.input)):
             progress.say(left)
-    _say_what_was_done(task, before_loading, writer.copied, progress)
+    _say_what_was_done(task, before_loading, copied, progress)
     progress.end()
 
 
@@ -185,39 +196,6 @@ def _begin(task: Task, output: StreamOutput, lines: int | None, progress: Progre
     return planner
 
 
-def _batches(
-    task: Task,
-    output: StreamOutput,
-    lines: int | None,
-    share: shards.Share | None,
-    plan: Plan,
-    collates: bool,
-) -> Prefetcher:
-    """Returns the batches of the lines that are missing in OUTPUT, in the order for the model."""
-    from fastgen.batch.pipeline import Prefetcher
-
-    chunks = _chunks(task, output, lines)
-    if share is not None:
-        chunks = share.chunks(chunks)
-        plan = partial(share.batches, plan)
-    return Prefetcher(chunks, task, plan, output.entry, collates)
-
-
-class _Writer:
-    """Writes the items of each batch to OUTPUT. copied: how many had the outputs of an earlier, equal one."""
-
-    def __init__(self, args: BatchConfig, output: StreamOutput, progress: Progress) -> None:
-        self._args, self._output, self._progress = args, output, progress
-        self.copied = 0
-
-    def __call__(self, items: list[Item], amount: float) -> None:
-        args = self._args
-        self.copied += sum(item.first is not None for item in items)
-        self._output.write([_entry(item, args) for item in items])
-        failures = [(item.line.number, records.name_of(item, args) + item.error) for item in items if item.error]
-        self._progress.finished(len(items), amount, failures)
-
-
 def _say_what_was_done(task: Task, requested: BatchConfig, copied: int, progress: Progress) -> None:
     """Says what a user may want to know after a run. `requested`: the settings before MODEL was loaded."""
     args = task.args
@@ -230,14 +208,6 @@ def _say_what_was_done(task: Task, requested: BatchConfig, copied: int, progress
         progress.line(f"batches, chosen for MODEL and this machine: {sizes}")
     if copied:
         progress.line(f"not generated again, because an earlier one is equal: {counted(copied, 'input')}")
-
-
-def _complete(args: BatchConfig, output: StreamOutput) -> None:
-    """Completes OUTPUT. Raises RunError if all inputs failed."""
-    is_new = output.failed is None and not files.is_output_stream(args.output)
-    if output.failures and not output.generated and is_new:
-        raise RunError(f"every input failed ({output.failures}), so no OUTPUT is written")
-    output.complete()
 
 
 def _entry(item: Item, args: BatchConfig) -> Entry:

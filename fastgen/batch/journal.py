@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any
 from fastgen.batch import files
 from fastgen.batch.config import RECORDS, STREAM, BatchConfig, names_of
 from fastgen.batch.errors import InputError, RunError
-from fastgen.batch.lock import JournalLock
-from fastgen.batch.part import Entry, Part
+from fastgen.batch.part import Entry, JournalLock, Part
 from fastgen.batch.signature import DIGEST, differences
 from fastgen.reasons import counted
 

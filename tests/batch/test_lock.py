@@ -15,7 +15,7 @@ from cli_loop import command, plain_loop, write_lines
 from cli_models import sentences
 from python_process import REPOSITORY
 
-from fastgen.batch import lock
+from fastgen.batch import part
 from fastgen.batch.config import BatchConfig
 from fastgen.batch.errors import InputError, RunError
 from fastgen.batch.journal import Journal
@@ -44,7 +44,7 @@ def no_locks(monkeypatch):
 
 @pytest.fixture
 def short_lease(monkeypatch):
-    monkeypatch.setattr(lock, "LEASE", 0.2)
+    monkeypatch.setattr(part, "LEASE", 0.2)
 
 
 def journal(folder: Path, resume: bool = True) -> Journal:
@@ -80,7 +80,7 @@ def test_the_message_names_the_run_and_its_file(tmp_path, monkeypatch, no_locks,
     if has_locks:
         monkeypatch.undo()
     other = journal(tmp_path, resume=False)
-    monkeypatch.setattr(lock, "PATIENCE", 0.1)
+    monkeypatch.setattr(part, "PATIENCE", 0.1)
     with pytest.raises(InputError) as refused:
         journal(tmp_path)
     run = rf"process {os.getpid()} on {re.escape(socket.gethostname())}, started \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\S+"
@@ -96,7 +96,7 @@ def test_a_resumed_run_takes_over_from_a_machine_that_is_gone(tmp_path, no_locks
     first = journal(tmp_path, resume=False)
     first.write([FIRST])
     first.leave()
-    (tmp_path / "out.part.lease").write_text(OF_A_GONE_MACHINE.format(lock.LEASE))
+    (tmp_path / "out.part.lease").write_text(OF_A_GONE_MACHINE.format(part.LEASE))
     with pytest.raises(InputError, match=r"process 1 on gone, started then, by its lock .*out\.part\.lease"):
         journal(tmp_path, resume=False)
     said: list[str] = []

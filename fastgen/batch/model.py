@@ -52,16 +52,14 @@ SPEECH_TO_SPEECH = {  # the library has no auto class for them
 class Loaded:
     """A model in evaluation mode on its device, a tokenizer that can pad, and the arguments of generate.
 
-    feature_extractor: turns sound into the model's inputs; None for models that read text. reads: the part of the model
-    that reads tokens of inputs, "encoder" or "decoder"; None if inputs are sounds. settings: arguments of generate.
-    task_params: the settings for the task in the model's config. notes: messages for the user.
+    feature_extractor: turns sound into the model's inputs; None for models that read text. settings: arguments of
+    generate. task_params: the settings for the task in the model's config. notes: messages for the user.
     """
 
     args: BatchConfig
     model: Any
     tokenizer: Any
     feature_extractor: Any = None
-    reads: str | None = "encoder"
     settings: dict[str, Any] = field(default_factory=dict)
     task_params: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -225,7 +223,7 @@ def check_limits(loaded: Loaded) -> None:
     args, config = loaded.args, loaded.model.config
     args.check_outputs(loaded.value("num_return_sequences") or 1)
     limits = {name: positions(config, "decoder") for name in ("max_length", "max_new_tokens") if args.setting(name)}
-    limits["max_tokenizer_length"] = None if loaded.reads is None else positions(config, loaded.reads)
+    limits["max_tokenizer_length"] = None if loaded.args.reads is None else positions(config, loaded.args.reads)
     last_token = config.get_text_config(decoder=True).vocab_size - 1
     for name, value in {"max_tokenizer_length": args.max_tokenizer_length, **loaded.settings}.items():
         limit = last_token if name.endswith("_token_id") else limits.get(name)
@@ -259,21 +257,21 @@ def input_limit(loaded: Loaded, new_tokens: int | None = None) -> tuple[int, str
     new_tokens: the record's own number of tokens to generate.
     """
     args = loaded.args
-    if loaded.reads is None:
+    if loaded.args.reads is None:
         return None
     limits = []
     # --max_tokenizer_length replaces the tokenizer's own limit.
     if args.max_tokenizer_length is None and (own := loaded.tokenizer.model_max_length) < NO_LIMIT:
         limits.append((own, f"MODEL's tokenizer; {args.named('max_tokenizer_length')} sets another"))
-    number = positions(loaded.model.config, loaded.reads)
+    number = positions(loaded.model.config, loaded.args.reads)
     total = loaded.value("max_length")
     new_tokens = new_tokens or loaded.value("max_new_tokens")
-    if loaded.reads == "encoder" and number is not None:
+    if loaded.args.reads == "encoder" and number is not None:
         limits.append((number, "MODEL's positions"))
     elif number is not None:
         following = new_tokens or 1
         limits.append((number - following, f"MODEL's {number} positions less {following} for generated tokens"))
-    if loaded.reads == "decoder" and new_tokens is None and total is not None:
+    if loaded.args.reads == "decoder" and new_tokens is None and total is not None:
         name = args.setting("max_length") or f"max_length {total}"
         limits.append((total - 1, f"{name}, which counts the prompt"))
     return min(limits, default=None)

@@ -125,11 +125,8 @@ def token_ids(value: int | list[int] | None) -> list[int]:
 
 
 def reasons_to_keep_file_order(loaded: Loaded) -> list[str]:
-    """Returns why an output depends on the rest of its batch in the unpatched library, as phrases for a note.
-
-    `Task.depends_on_padding` adds whether outputs depend on padding.
-    """
-    value = loaded.value
+    """Returns why an output depends on the rest of its batch in the unpatched library, as phrases for a note."""
+    value, reads = loaded.value, loaded.args.reads
     config = loaded.model.config
     kind = loaded.model.config.model_type
     is_sparse = kind == "bigbird_pegasus" and config.attention_type == "block_sparse"
@@ -143,13 +140,31 @@ def reasons_to_keep_file_order(loaded: Loaded) -> list[str]:
         "the fallback to other temperatures samples": isinstance(value("temperature"), (list, tuple)),
         "max_time ends whole batches": value("max_time") is not None,
         "condition_on_prev_tokens pads earlier text to the longest of a batch": value("condition_on_prev_tokens"),
-        "encoder_repetition_penalty counts padding": loaded.reads and repeats != 1.0,
-        "encoder_no_repeat_ngram_size counts padding": loaded.reads and ngrams,
-        **(_reasons_of_prompts(loaded) if loaded.reads == "decoder" else {}),
+        "encoder_repetition_penalty counts padding": reads and repeats != 1.0,
+        "encoder_no_repeat_ngram_size counts padding": reads and ngrams,
+        **(_reasons_of_prompts(loaded) if reads == "decoder" else {}),
         "MODEL's attention depends on the longest input of a batch": is_sparse,
         "MODEL's experts take a part of each batch only": shares_experts,
+        "the end of a sound depends on how much it is padded": loaded.args.speaks,
+        "outputs of MODEL depend on padding": not loaded.args.speaks and depends_on_padding(loaded),
     }
     return [reason for reason, holds in reasons.items() if holds]
+
+
+def depends_on_padding(loaded: Loaded) -> bool:
+    """Whether outputs depend on padding, by a rule for the architecture, without a measurement.
+
+    Masks keep padding out of attention, but not out of positions that are counted from the first column (a causal
+    LM without position_ids, an encoder padded on the left), recurrent states, and convolutions over sounds of
+    several lengths.
+    """
+    if not loaded.args.reads:
+        return getattr(loaded.feature_extractor, "nb_max_frames", None) is None  # Whisper's inputs have one length
+    left = loaded.tokenizer.padding_side == "left"
+    if loaded.args.reads == "encoder":
+        return left
+    has_positions = "position_ids" in inspect.signature(type(loaded.model).forward).parameters
+    return not (left and has_positions) or getattr(loaded.model, "_is_stateful", False)
 
 
 def draws_by_row(loaded: Loaded, settings: dict[str, Any] | None = None) -> bool:

@@ -13,7 +13,6 @@ Tests: tests/batch/test_recordings.py, tests/batch/test_sounds.py
 
 from __future__ import annotations
 
-import inspect
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -74,7 +73,6 @@ class Task:
 
         args = self.args
         self.loaded = loaded or model.load(args, "AutoTokenizer" if args.reads else "AutoProcessor", has_weights)
-        self.loaded.reads = args.reads
         model.prepare_tokenizer(args, self.loaded.tokenizer, "left" if args.reads == "decoder" else None)
         if args.reads == "decoder":  # a caller's model may be trained between two calls
             self._reuse = PrefixReuse(self.loaded.model, check_weights=loaded is not None)
@@ -88,7 +86,9 @@ class Task:
 
     def notes(self) -> tuple[list[str], Planner]:
         """Returns messages for the user about how lines are batched, and the planner."""
-        reasons = reasons_to_keep_file_order(self.loaded)
+        from fastgen.batch import settings
+
+        reasons = settings.reasons_to_keep_file_order(self.loaded)
         note = f"batches keep the order of INPUT, so that outputs stay the same: {', '.join(reasons)}"
         in_order = bool(reasons) or self.args.window == 0
         # Batches of a decoder depend on the first tokens of inputs, whose keys and values are kept between batches.
@@ -259,33 +259,6 @@ def settings_of(loaded: Loaded, item: Item) -> dict[str, Any]:
         except Exception:  # an unsupported vocabulary: texts are cut afterwards
             del settings["stop_strings"]
     return settings
-
-
-def reasons_to_keep_file_order(loaded: Loaded) -> list[str]:
-    """Returns why an output depends on the rest of its batch in the unpatched library, as phrases for a note."""
-    from fastgen.batch import settings
-
-    what = "the end of a sound depends on how much it is padded"
-    why = what if loaded.args.speaks else "outputs of MODEL depend on padding"
-    return settings.reasons_to_keep_file_order(loaded) + [why] * depends_on_padding(loaded)
-
-
-def depends_on_padding(loaded: Loaded) -> bool:
-    """Whether outputs depend on padding, by a rule for the architecture, without a measurement.
-
-    Masks keep padding out of attention, but not out of positions that are counted from the first column (a causal
-    LM without position_ids, an encoder padded on the left), recurrent states, and convolutions over sounds of
-    several lengths.
-    """
-    if loaded.args.speaks:
-        return True
-    if not loaded.args.reads:
-        return getattr(loaded.feature_extractor, "nb_max_frames", None) is None  # Whisper's inputs have one length
-    left = loaded.tokenizer.padding_side == "left"
-    if loaded.args.reads == "encoder":
-        return left
-    has_positions = "position_ids" in inspect.signature(type(loaded.model).forward).parameters
-    return not (left and has_positions) or getattr(loaded.model, "_is_stateful", False)
 
 
 def _sequences(batch: Batch, outputs: Any, args: BatchConfig) -> GeneratedBatch:

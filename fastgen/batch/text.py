@@ -283,12 +283,12 @@ class TextOutput:
         """Returns the output for a model; sets its generate to return the scores of beams if OUTPUT has them."""
         args = loaded.args
         # Whisper's generate omits the prompt and the end token. With scores, it returns only a sound's last pass.
-        is_whisper = loaded.reads is None and loaded.model.config.model_type == "whisper"
+        is_whisper = loaded.args.reads is None and loaded.model.config.model_type == "whisper"
         is_scored = args.output_sequence_scores or args.writes_records
         if is_scored and not is_whisper and (loaded.value("num_beams") or 1) > 1:
             loaded.settings |= {"output_scores": True, "return_dict_in_generate": True}
         eos = [] if is_whisper else token_ids(loaded.value("eos_token_id"))
-        start_tokens = int(loaded.reads != "decoder" and not is_whisper)
+        start_tokens = int(loaded.args.reads != "decoder" and not is_whisper)
         return TextOutput(loaded.tokenizer, args, eos, loaded.value("pad_token_id"), start_tokens)
 
     def finish(self, generated: GeneratedBatch) -> float:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tiny_models import tiny
 import fastgen
 from fastgen.batch import settings
 from fastgen.batch.model import Loaded
-from fastgen.batch.task import depends_on_padding, reasons_to_keep_file_order, task_for
+from fastgen.batch.task import task_for
 from fastgen.cli.transformers.args import parse_arguments
 
 # Some have one word, and a batch in file order has short and long ones.
@@ -44,7 +45,12 @@ def load(models: Path, model: str, flags: str) -> tuple[Loaded, list[str]]:
     """Returns the model with its settings, and the reasons for file order."""
     task = task_for(parse_arguments([str(models / model), "input", "output", *flags.split()]))
     task.load()
-    return task.loaded, reasons_to_keep_file_order(task.loaded)
+    return task.loaded, settings.reasons_to_keep_file_order(task.loaded)
+
+
+def padded(model: Any, side: str, *flags: str) -> Loaded:
+    """Returns a model as if it were loaded, with a tokenizer that pads on this side."""
+    return Loaded(parse_arguments(["model", "input", "output", *flags]), model, SimpleNamespace(padding_side=side))
 
 
 def outputs(loaded: Loaded, order: list[int]) -> list[list[int]]:
@@ -150,14 +156,12 @@ def test_each_reason_changes_an_output(models, model, flags, reason):
 def test_rows_that_share_attention_or_experts_are_a_reason(kind, config, reasons):
     config = transformers.AutoConfig.for_model(kind, **config)
     model = SimpleNamespace(config=config, generation_config=transformers.GenerationConfig())
-    assert settings.reasons_to_keep_file_order(Loaded(None, model, None)) == reasons
+    assert settings.reasons_to_keep_file_order(padded(model, "right")) == reasons
 
 
 def test_a_recurrent_state_passes_through_padding():
-    task = task_for(parse_arguments(["model", "input", "output", "--causal_lm"]))
     for kind, depends in (("llama", False), ("jamba", True)):
-        task.loaded = Loaded(task.args, tiny(kind), SimpleNamespace(padding_side="left"))
-        assert depends_on_padding(task.loaded) is depends
+        assert settings.depends_on_padding(padded(tiny(kind), "left", "--causal_lm")) is depends
 
 
 def test_the_models_own_settings_and_those_of_a_file_count(models, tmp_path):
@@ -172,7 +176,7 @@ def test_the_models_own_settings_and_those_of_a_file_count(models, tmp_path):
 def test_sampling_of_a_models_own_is_a_reason():
     model = SimpleNamespace(config=transformers.WhisperConfig(), generation_config=transformers.GenerationConfig())
     model.generation_config.update(do_sample=True)
-    loaded = Loaded(None, model, None)
+    loaded = padded(model, "right")
     assert settings.reasons_to_keep_file_order(loaded) == ["sampling draws all random numbers of a batch in a row"]
 
 

@@ -5,17 +5,12 @@ from random import Random
 
 import pytest
 import torch
-from num2words import num2words
 
 from fastgen.models.demo import DEMO, demo_path, sample_path
 from tools.demo_model.number_words import cardinal, decimal, digits, ordinal, ordinal_suffix, roman, year
 from tools.demo_model.spoken_english import MAX_SPOKEN_WORDS, held_out_pairs, make_pair
 
 MAX_BYTES = 4_000_000
-
-
-def in_plain_words(text: str) -> str:
-    return text.replace(" and ", " ").replace("-", " ").replace(",", "")
 
 
 def sample() -> list[tuple[str, str]]:
@@ -42,25 +37,16 @@ def outputs(model, tokenizer, lines: list[str]) -> list[str]:
         return tokenizer.batch_decode(model.generate(**inputs, num_beams=4), skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("number", [*range(130), 999, 1000, 1001, 1250, 20_000, 345_678, 1_000_000, 2_000_000_013])
-def test_numbers_are_spoken_as_by_num2words(number):
-    assert cardinal(number) == in_plain_words(num2words(number))
-    assert ordinal(number) == in_plain_words(num2words(number, to="ordinal"))
-    assert f"{number}{ordinal_suffix(number)}" == num2words(number, to="ordinal_num")
-
-
-@pytest.mark.parametrize("number", [1700, 1709, 1812, 1900, 1905, 1999, 2000, 2007, 2010, 2021, 2049])
-def test_years_are_spoken_as_by_num2words(number):
-    assert year(number) == in_plain_words(num2words(number, to="year"))
-
-
-def test_signs_decimals_digits_and_romans_are_spoken():
+def test_numbers_are_spoken_in_plain_words():
+    assert cardinal(345_678) == "three hundred forty five thousand six hundred seventy eight"
     assert cardinal(-29) == "minus twenty nine"
+    assert [ordinal(number) for number in (1, 12, 20, 101)] == ["first", "twelfth", "twentieth", "one hundred first"]
+    assert [ordinal_suffix(number) for number in (1, 2, 3, 11, 22, 113)] == ["st", "nd", "rd", "th", "nd", "th"]
+    years = ["nineteen hundred", "nineteen oh five", "two thousand seven", "twenty twenty one"]
+    assert [year(number) for number in (1900, 1905, 2007, 2021)] == years
     assert decimal("1,250.05") == "one thousand two hundred fifty point zero five"
     assert digits("555-0142") == "five five five zero one four two"
     assert [roman(number) for number in (1, 4, 9, 14, 20, 39)] == ["I", "IV", "IX", "XIV", "XX", "XXXIX"]
-    with pytest.raises(ValueError, match="accepted: integers between"):
-        cardinal(10**12)
 
 
 def test_spoken_lines_are_lower_case_words():

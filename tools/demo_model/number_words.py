@@ -2,64 +2,30 @@
 
 from __future__ import annotations
 
+from functools import cache
 
-def _words(text: str) -> list[str]:
-    return text.split()
-
-
-_ONES = _words(
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-    "seventeen eighteen nineteen"
-)
-_TENS = _words("zero ten twenty thirty forty fifty sixty seventy eighty ninety")
-_SCALES = ((10**9, "billion"), (10**6, "million"), (10**3, "thousand"), (10**2, "hundred"))
-_IRREGULAR_ORDINALS = {
-    "one": "first",
-    "two": "second",
-    "three": "third",
-    "five": "fifth",
-    "eight": "eighth",
-    "nine": "ninth",
-    "twelve": "twelfth",
-}
+from num2words import num2words
 
 
-def cardinal(number: int) -> str:
-    """Returns "twenty one" for 21; takes integers between -10**12 and 10**12, both excluded."""
-    if abs(number) >= 10**12:
-        raise ValueError(f"number is {number}; accepted: integers between -10**12 and 10**12")
-    if number < 0:
-        return "minus " + cardinal(-number)
-    if number < 20:
-        return _ONES[number]
-    if number < 100:
-        tens, ones = divmod(number, 10)
-        return _TENS[tens] + (f" {_ONES[ones]}" if ones else "")
-    size, name = next(scale for scale in _SCALES if number >= scale[0])
-    count, rest = divmod(number, size)
-    return f"{cardinal(count)} {name}" + (f" {cardinal(rest)}" if rest else "")
+@cache
+def cardinal(number: int, to: str = "cardinal") -> str:
+    """Returns "twenty one" for 21; to: the kind of number, as num2words calls it."""
+    return num2words(number, to=to).replace(" and ", " ").replace("-", " ").replace(",", "")
 
 
 def ordinal(number: int) -> str:
     """Returns "twenty first" for 21."""
-    head, _, last = cardinal(number).rpartition(" ")
-    if last in _IRREGULAR_ORDINALS:
-        last = _IRREGULAR_ORDINALS[last]
-    else:
-        last = last[:-1] + "ieth" if last.endswith("y") else last + "th"
-    return f"{head} {last}".strip()
+    return cardinal(number, to="ordinal")
 
 
 def ordinal_suffix(number: int) -> str:
     """Returns the two letters that follow the digits: 1st, 2nd, 3rd, 11th."""
-    if 10 <= number % 100 <= 20:
-        return "th"
-    return {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return cardinal(number, to="ordinal_num")[-2:]
 
 
 def digits(text: str) -> str:
     """Returns the digits one by one and nothing else: "five five five zero one" for "555-01"."""
-    return " ".join(_ONES[int(character)] for character in text if character.isdigit())
+    return " ".join(cardinal(int(character)) for character in text if character.isdigit())
 
 
 def decimal(text: str) -> str:
@@ -70,12 +36,7 @@ def decimal(text: str) -> str:
 
 def year(number: int) -> str:
     """Returns "nineteen oh five" for 1905, "two thousand seven" for 2007, "twenty twenty one" for 2021."""
-    century, rest = divmod(number, 100)
-    if century % 10 == 0 and rest < 10:
-        return cardinal(number)
-    if rest == 0:
-        return f"{cardinal(century)} hundred"
-    return f"{cardinal(century)} {'oh ' if rest < 10 else ''}{cardinal(rest)}"
+    return cardinal(number, to="year")
 
 
 def decade(number: int) -> str:

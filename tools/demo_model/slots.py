@@ -23,11 +23,6 @@ from .number_words import (
 
 Pair = tuple[str, str]
 
-
-def _words(text: str) -> list[str]:
-    return text.split()
-
-
 _TITLES = {
     "Dr.": "doctor",
     "Mr.": "mister",
@@ -37,26 +32,26 @@ _TITLES = {
     "Gen.": "general",
     "Sgt.": "sergeant",
 }
-_FIRST_NAMES = _words(
+_FIRST_NAMES = (
     "Anna Ben Carla David Emma Felix Grace Henry Irene Jack Karen Liam Maria Nora Oscar Paula Quinn Rosa Simon Tina "
     "Victor Wendy Yusuf Zoe Alice Bruno Clara Daniel Elena Frank Hannah Ivan Julia Kevin Laura Martin Olga Peter"
-)
-_SURNAMES = _words("Smith Jones Brown Taylor Wilson Evans Walker Wright Green Hall Clarke Young King Baker Garcia Chen")
-_NAME_STARTS = _words("Ash Brook Cliff East Glen Hart Kings Lang Mill North Oak Red Stan Wal West Win Black Fair")
-_NAME_ENDS = _words("field ford ham ley ton wood well worth bridge burn dale land")
-_MONTHS = _words("January February March April May June July August September October November December")
-_WEEKDAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
-_ADJECTIVES = _words("old new small large red blue broken heavy quiet bright empty narrow famous strange wooden cheap")
-_THINGS = _words(
+).split()
+_SURNAMES = "Smith Jones Brown Taylor Wilson Evans Walker Wright Green Hall Clarke Young King Baker Garcia Chen".split()
+_NAME_STARTS = "Ash Brook Cliff East Glen Hart Kings Lang Mill North Oak Red Stan Wal West Win Black Fair".split()
+_NAME_ENDS = "field ford ham ley ton wood well worth bridge burn dale land".split()
+_MONTHS = "January February March April May June July August September October November December".split()
+_WEEKDAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+_ADJECTIVES = "old new small large red blue broken heavy quiet bright empty narrow famous strange wooden cheap".split()
+_THINGS = (
     "bicycle lamp table guitar camera letter ticket painting carpet clock mirror piano basket blanket ladder suitcase "
     "kettle notebook umbrella violin hammer box coat chair"
-)
-_PLURALS = _words("books apples chairs tickets bottles stamps boxes eggs flowers coins shirts pencils letters lamps")
-_PLACES = _words("market station library garden harbor museum school office bridge village bakery theater castle park")
-_ANIMALS = _words("dog cat horse bird fox rabbit goat turtle")
-_ADVERBS = _words("quietly slowly again together early late yesterday today")
-_VERBS = _words("bought sold found painted repaired cleaned lost borrowed carried described forgot opened")
-_ACRONYMS = _words("BBC FBI UN EU NHS MIT CEO USA")
+).split()
+_PLURALS = "books apples chairs tickets bottles stamps boxes eggs flowers coins shirts pencils letters lamps".split()
+_PLACES = "market station library garden harbor museum school office bridge village bakery theater castle park".split()
+_ANIMALS = "dog cat horse bird fox rabbit goat turtle".split()
+_ADVERBS = "quietly slowly again together early late yesterday today".split()
+_VERBS = "bought sold found painted repaired cleaned lost borrowed carried described forgot opened".split()
+_ACRONYMS = "BBC FBI UN EU NHS MIT CEO USA".split()
 _STREETS = {"St.": "street", "Ave.": "avenue", "Rd.": "road", "Blvd.": "boulevard"}
 _ABBREVIATIONS = {
     "approx.": "approximately",

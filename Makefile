@@ -163,7 +163,7 @@ wheel-aarch64: $(VENV)/venv.installed
 # That this version can be released: its changelog, sources and wheels, the site, README's commands. TAG=v0.1.0: as tagged.
 release-check: docs wheel
 	$(BIN)/python tools/release_check.py --tag "$(TAG)"
-	WHEEL_TO_TEST=$(abspath dist)/$$(cd dist && ls *$(shell uname -m).whl) $(PYTEST) tests/test_wheel.py tests/test_docs.py
+	WHEEL_TO_TEST=$(abspath dist)/$$(cd dist && ls *$(shell uname -m).whl) $(PYTEST) tests/test_wheel.py tests/test_docs.py tests/test_tutorials.py::test_the_readme_generates_from_a_file
 
 # An environment that somebody has made there, with README's commands or with others, is used as it is: pip installs only
 # what is missing.

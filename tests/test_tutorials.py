@@ -82,3 +82,11 @@ def test_the_readme_generates_from_python(tmp_path):
     (tmp_path / "generate.py").write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[-1], encoding="utf-8")
     shown = "wendy sold thirty one books for seven dollars and fifty cents on the third of may twenty twenty one\n"
     assert missing_lines(shown + "it is eight fifteen a m again\n", run_bash("python generate.py", tmp_path)) == []
+
+
+def test_the_readme_generates_from_a_file(tmp_path):
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^fastgen-generate-for-transformers demo .*", text, re.MULTILINE)
+    (tmp_path / "fastgen").symlink_to(REPOSITORY / "fastgen")
+    run_bash(command, tmp_path)
+    assert (tmp_path / "out.txt").read_bytes().count(b"\n") == 500

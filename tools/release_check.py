@@ -2,18 +2,15 @@
 
 CHANGELOG.md has an entry for the version of fastgen, unless that is between two releases; if there is a tag, it names
 the version, and the entry has a date. dist/ holds the sources and wheels of that version, and no others; links in the
-metadata lead to the tag; README's command for transformers runs.
+metadata lead to the tag.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-import shlex
-import subprocess
 import sys
 import tarfile
-import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,20 +65,6 @@ def metadata_problems(archive: Path) -> list[str]:
     return problems + ([] if "\nProject-URL: " in text else [f"{archive.name} has no addresses of the project"])
 
 
-def readme_problems(text: str) -> list[str]:
-    """Runs README's command for transformers with this Python, and returns why it failed."""
-    (command,) = re.findall(r"^fastgen-generate-for-transformers (demo .*)$", text, re.MULTILINE)
-    with tempfile.TemporaryDirectory() as folder:
-        words = [str(Path(folder, word)) if word == "out.txt" else word for word in shlex.split(command)]
-        program = "from fastgen.cli.transformers.command import main; main()"
-        done = subprocess.run([sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True)
-        lines = Path(folder, "out.txt").read_text().count("\n") if done.returncode == 0 else 0
-    expected = (ROOT / words[1]).read_text().count("\n")
-    if lines == expected:
-        return []
-    return [f"{command} ended with {done.returncode} and {lines} of {expected} lines: {done.stderr[-500:]}"]
-
-
 def main() -> None:
     """Prints each problem; the exit status is 1 if there is one."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -90,7 +73,6 @@ def main() -> None:
     problems = changelog_problems((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), fastgen.__version__, tag)
     problems += distribution_problems(ROOT / "dist", fastgen.__version__)
     problems += [problem for archive in (ROOT / "dist").glob("*.tar.gz") for problem in metadata_problems(archive)]
-    problems += readme_problems((ROOT / "README.md").read_text(encoding="utf-8"))
     is_release = ".dev" not in fastgen.__version__
     result = "can be released" if is_release else "is between two releases; its files are those of a release"
     print("\n".join(problems) or f"fastgen {fastgen.__version__} {result}")

@@ -1,32 +1,7 @@
-"""The model card of the demo model, written from measurements."""
+"""The model card of the demo model, README.md in its folder; train.py fills in what it has measured."""
 
-from __future__ import annotations
-
-import argparse
-from dataclasses import dataclass
-
-from .spoken_english import HELD_OUT_SEED
-
-
-@dataclass
-class Measurement:
-    """The cost of a training run and the accuracy of its model; the last three are shares of 1."""
-
-    parameters: int
-    vocab_size: int
-    steps: int
-    million_tokens: float
-    minutes: float
-    lines: int
-    beam: float
-    greedy: float
-    sample_beam: float
-
-
-def model_card(measured: Measurement, args: argparse.Namespace) -> str:
-    """Returns the text of README.md."""
-    options = f"--steps {args.steps} --seed {args.seed}"
-    return f"""---
+CARD = """\
+---
 language: en
 license: mit
 library_name: transformers
@@ -52,24 +27,24 @@ abbreviations. A line without any of them is copied in lower case. Numbers are s
 ## Data
 
 Lines and references are made by rules (`tools/demo_model/spoken_english.py`), so every line has exactly one right
-output. Training draws new lines all the time and skips those of `held_out_pairs()` (generator seed {HELD_OUT_SEED});
+output. Training draws new lines all the time and skips those of `held_out_pairs()` (generator seed {held_out_seed});
 `sample.txt` and `sample.ref.txt` are the first 500 held-out lines and their references. The tokenizer's merges are
 counted on more lines of the same rules.
 
 ## Model
 
-`BartForConditionalGeneration`, 3 encoder and 3 decoder layers, width 128, 4 heads, {measured.parameters:,} parameters;
-one embedding table of {measured.vocab_size} tokens for source, target and output; positions are fixed sines. The
+`BartForConditionalGeneration`, 3 encoder and 3 decoder layers, width 128, 4 heads, {parameters:,} parameters;
+one embedding table of {vocab_size} tokens for source, target and output; positions are fixed sines. The
 tokenizer is a byte-level BPE that splits numbers into single digits. Weights have 8 bits, which a power of
 two for each row scales; they are stored as float16, which a wheel compresses to that, and loaded as float32. Sources
 have at most 256 tokens, outputs at most 160.
 
 ## Training
 
-    python -m tools.demo_model.train --output DIR {options}
+    python -m tools.demo_model.train --output DIR --steps {args.steps} --seed {args.seed}
 
-{measured.steps} steps, {measured.million_tokens:.1f} million target tokens, {measured.minutes:.0f} minutes on \
-{args.threads} CPU thread{"s" if args.threads > 1 else ""}.
+{steps} steps, {million_tokens:.1f} million target tokens, {minutes:.0f} minutes on \
+{threads}.
 
 ## Accuracy
 
@@ -77,9 +52,9 @@ Exact match, the whole output letter by letter, of the stored weights in float32
 
 | Lines | Search | Exact match |
 |---|---|---|
-| {measured.lines} held out | beam search, 4 beams | {measured.beam:.1%} |
-| {measured.lines} held out | greedy | {measured.greedy:.1%} |
-| sample.txt, the first 500 of them | beam search, 4 beams | {measured.sample_beam:.1%} |
+| {lines} held out | beam search, 4 beams | {beam:.1%} |
+| {lines} held out | greedy | {greedy:.1%} |
+| sample.txt, the first 500 of them | beam search, 4 beams | {sample_beam:.1%} |
 
 ## Limits
 

@@ -26,8 +26,10 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from .model_card import Measurement, model_card
-from .spoken_english import Pair, held_out_pairs, make_pair
+from fastgen.reasons import counted
+
+from .model_card import CARD
+from .spoken_english import HELD_OUT_SEED, Pair, held_out_pairs, make_pair
 
 SAMPLE_LINES = 500
 TEST_LINES = 1000
@@ -283,19 +285,21 @@ def measure_and_write(args: argparse.Namespace, steps: int, tokens: int, minutes
     sample, test = held_out[:SAMPLE_LINES], held_out[: SAMPLE_LINES + TEST_LINES]
     for name, column in (("sample.txt", 0), ("sample.ref.txt", 1)):
         (args.output / name).write_text("".join(pair[column] + "\n" for pair in sample), encoding="utf-8")
-    measurement = Measurement(
-        parameters=model.num_parameters(),
-        vocab_size=len(tokenizer),
-        steps=steps,
-        million_tokens=tokens / 1e6,
-        minutes=minutes,
-        lines=len(test),
-        beam=exact_match(model, tokenizer, test, num_beams=4),
-        greedy=exact_match(model, tokenizer, test, num_beams=1),
-        sample_beam=exact_match(model, tokenizer, sample, num_beams=4),
-    )
-    print(measurement, flush=True)
-    (args.output / "README.md").write_text(model_card(measurement, args), encoding="utf-8")
+    figures = {
+        "parameters": model.num_parameters(),
+        "vocab_size": len(tokenizer),
+        "steps": steps,
+        "million_tokens": tokens / 1e6,
+        "minutes": minutes,
+        "threads": counted(args.threads, "CPU thread"),
+        "held_out_seed": HELD_OUT_SEED,
+        "lines": len(test),
+        "beam": exact_match(model, tokenizer, test, num_beams=4),
+        "greedy": exact_match(model, tokenizer, test, num_beams=1),
+        "sample_beam": exact_match(model, tokenizer, sample, num_beams=4),
+    }
+    print(figures, flush=True)
+    (args.output / "README.md").write_text(CARD.format(args=args, **figures), encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> None:

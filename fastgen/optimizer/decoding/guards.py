@@ -81,6 +81,10 @@ class KnownCode:
     not_of_a_step: frozenset[str] = frozenset()
 
 
+class OfCall(partial[Any]):
+    """A function that is set on a module for the time of a call, and that guards do not compare."""
+
+
 class Code:
     """The functions, methods and classes in the namespace of a library class or file, at one moment.
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from fastgen.optimizer.decoding.guards import OfCall
 from fastgen.optimizer.decoding.report import Reason, that_hold
 
 FLAG = "gradient_checkpointing"
@@ -58,7 +59,7 @@ def checkpointing(modules: list[nn.Module]) -> Iterator[None]:
     """A context in which the layers among these modules, `switched_off`, checkpoint with their cache."""
     layers = _layers(modules) if torch.is_grad_enabled() else []
     for layer in layers:
-        vars(layer)["forward"] = Checkpointed(layer)
+        vars(layer)["forward"] = OfCall(_checkpointed, layer)
     try:
         yield
     finally:
@@ -66,16 +67,11 @@ def checkpointing(modules: list[nn.Module]) -> Iterator[None]:
             del vars(layer)["forward"]
 
 
-class Checkpointed:
+def _checkpointed(layer: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a layer whose activations are computed again in the backward."""
-
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = type(self.layer).forward
-        forward = getattr(forward, "__wrapped__", forward)  # without the library's own checkpoint
-        return self.layer._gradient_checkpointing_func(partial(forward, self.layer, **kwargs), *args)
+    forward = type(layer).forward
+    forward = getattr(forward, "__wrapped__", forward)  # without the library's own checkpoint
+    return layer._gradient_checkpointing_func(partial(forward, layer, **kwargs), *args)
 
 
 def _layers(modules: list[nn.Module]) -> list[Any]:

@@ -14,15 +14,16 @@ Tests: tests/optimizer/transformers/test_row_draws.py
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
-from weakref import WeakKeyDictionary, ref
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessorList
+
+from fastgen.optimizer.decoding.guards import OfCall
 
 STEPS_AT_ONCE = 64  # numbers per row that are copied to the device together
 NUMBERS_OF_A_COUNT = 4  # numbers per counter value of a Philox4x64
@@ -100,57 +101,36 @@ def _check_finite(total: Tensor) -> None:
         raise RuntimeError("probabilities to draw from are not finite")
 
 
-class _Hook:
-    """Replaces the method `name` of one model by a call with draws."""
-
-    name: ClassVar[str]
-    loop: ClassVar[str]  # which calls it
-
-    def __init__(self, model: ref[Any]) -> None:
-        self.model = model
-        self.draws: Any = None
-
-    def original(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the model's own method."""
-        model: Any = self.model()
-        return getattr(type(model), self.name)(model, *args, **kwargs)
-
-
-class _AddsDraws(_Hook):
+def _with_draws(original: Callable[..., Any], draws: RowDraws, *args: Any, **kwargs: Any) -> LogitsProcessorList:
     """Appends the draws to the library's processors."""
-
-    name, loop = "_get_logits_processor", "_sample"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
-        return LogitsProcessorList([*self.original(*args, **kwargs), self.draws])
+    return LogitsProcessorList([*original(*args, **kwargs), draws])
 
 
-class _DrawsBeams(_Hook):
+def _drawn_beams(
+    original: Callable[..., Any], draws: RowDraws, accumulated_log_probs: Tensor, **kwargs: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """Lets the library take the drawn continuations as the best, in their order, and gives them their scores."""
-
-    name, loop = "_get_top_k_continuations", "_beam_search"
-
-    def __call__(self, accumulated_log_probs: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        step = kwargs["cur_len"] - kwargs["decoder_prompt_len"]
-        count = kwargs["beams_to_keep"]
-        indices = self.draws.continuations(accumulated_log_probs, step, count)  # [inputs, count]
-        ranks = torch.arange(count, 0, -1, device=indices.device).to(accumulated_log_probs.dtype).expand_as(indices)
-        ranked = torch.full_like(accumulated_log_probs, -math.inf).scatter_(1, indices, ranks)
-        _, sequences, beam_indices = self.original(ranked, **kwargs | {"do_sample": False})
-        return accumulated_log_probs.gather(1, indices), sequences, beam_indices
+    step = kwargs["cur_len"] - kwargs["decoder_prompt_len"]
+    count = kwargs["beams_to_keep"]
+    indices = draws.continuations(accumulated_log_probs, step, count)  # [inputs, count]
+    ranks = torch.arange(count, 0, -1, device=indices.device).to(accumulated_log_probs.dtype).expand_as(indices)
+    ranked = torch.full_like(accumulated_log_probs, -math.inf).scatter_(1, indices, ranks)
+    _, sequences, beam_indices = original(ranked, **kwargs | {"do_sample": False})
+    return accumulated_log_probs.gather(1, indices), sequences, beam_indices
 
 
-# One object for all calls: a model with other attributes than before counts as changed.
-_hooks: dict[type[_Hook], WeakKeyDictionary[Any, _Hook]] = {
-    kind: WeakKeyDictionary() for kind in (_AddsDraws, _DrawsBeams)
+# By whether the loop is of beams: its name, and the method that it calls and its replacement.
+_LOOPS: dict[bool, tuple[str, str, Callable[..., Any]]] = {
+    False: ("_sample", "_get_logits_processor", _with_draws),
+    True: ("_beam_search", "_get_top_k_continuations", _drawn_beams),
 }
 
 
 def can_draw_by_row(model: Any, beams: bool = False) -> bool:
     """Whether the model's `generate` and its loop, of samples or of sampled beams, are the library's."""
     kind = type(model)
-    hook = _DrawsBeams if beams else _AddsDraws
-    own = ("generate", hook.loop, hook.name)
+    loop, method, _ = _LOOPS[beams]
+    own = ("generate", loop, method)
     is_librarys = (getattr(kind, name, None) is getattr(GenerationMixin, name) for name in own)
     return isinstance(model, GenerationMixin) and all(is_librarys)
 
@@ -158,11 +138,9 @@ def can_draw_by_row(model: Any, beams: bool = False) -> bool:
 @contextmanager
 def drawing_by_row(model: Any, draws: RowDraws, beams: bool = False) -> Iterator[None]:
     """Makes this model's `generate` use these draws inside the context; beams: for the inputs of sampled beams."""
-    kind = _DrawsBeams if beams else _AddsDraws
-    hook = _hooks[kind].setdefault(model, kind(ref(model)))
-    hook.draws = draws
-    setattr(model, hook.name, hook)
+    _, method, replacement = _LOOPS[beams]
+    setattr(model, method, OfCall(replacement, getattr(model, method), draws))
     try:
         yield
     finally:
-        delattr(model, hook.name)
+        delattr(model, method)

@@ -14,6 +14,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from fastgen.optimizer.decoding.guards import OfCall
 from fastgen.optimizer.decoding.segmented_kv import SegmentedKV
 from fastgen.provenance import packages_of
 
@@ -31,7 +32,7 @@ def expanding_in_parts(modules: Iterable[nn.Module]) -> Iterator[None]:
     owners = [module for module in modules if packages_of(getattr(type(module), NAME, None)) == {"transformers"}]
     chosen = [module for module in owners if NAME not in vars(module)]
     for module in chosen:
-        setattr(module, NAME, Expansion(module))
+        setattr(module, NAME, OfCall(_expand, module))
     try:
         yield
     finally:
@@ -39,17 +40,14 @@ def expanding_in_parts(modules: Iterable[nn.Module]) -> Iterator[None]:
             vars(module).pop(NAME, None)
 
 
-class Expansion:
-    """The `expand_kv` of one module, which returns segments if its latents are in segments."""
+def _expand(module: nn.Module, *latents: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns keys and values `[rows, heads, length, …]` for the module's two latents `[rows, 1, length, …]`.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self, *latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns keys and values `[rows, heads, length, …]` for the module's two latents `[rows, 1, length, …]`."""
-        expand = partial(getattr(type(self.module), NAME), self.module)
-        if not all(isinstance(states, SegmentedKV) and states.is_segmented for states in latents):
-            return expand(*latents)
-        expanded = [expand(*segments) for segments in zip(*(states.segments for states in latents))]
-        keys, values = (SegmentedKV(segments, latents[0].rows, latents[0].usage) for segments in zip(*expanded))
-        return keys, values
+    They are segments if the latents are.
+    """
+    expand = partial(getattr(type(module), NAME), module)
+    if not all(isinstance(states, SegmentedKV) and states.is_segmented for states in latents):
+        return expand(*latents)
+    expanded = [expand(*segments) for segments in zip(*(states.segments for states in latents))]
+    keys, values = (SegmentedKV(segments, latents[0].rows, latents[0].usage) for segments in zip(*expanded))
+    return keys, values

@@ -16,21 +16,22 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastgen.models.cache_names import CACHE
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.cost_model import size_of
+from fastgen.optimizer.decoding.guards import OfCall
 from fastgen.optimizer.decoding.model_info import FEWER_ROWS
-from fastgen.optimizer.decoding.report import Reason
+from fastgen.optimizer.decoding.report import Reason, that_hold
 from fastgen.optimizer.decoding.segmented_kv import KV, in_segments, repeated
 from fastgen.optimizer.transformers import checks, prefixes
-from fastgen.optimizer.transformers.checkpointing import checkpointing, checkpointing_modules, switched_off
-from fastgen.optimizer.transformers.checkpointing import unsupported_reasons as checkpointing_reasons
 from fastgen.optimizer.transformers.models import latent_attention
 
 # Of a mixture of experts: the loss of its routers would need masks of the parts, and nobody reads it here.
@@ -125,9 +126,9 @@ class SharedForward:
         """
         if torch.is_grad_enabled() and self.model.device.type != "cpu":
             return [Reason("ATTENTION", "with gradients, attention to a shared beginning is supported on a CPU only")]
-        modules = checkpointing_modules(self.model)
-        with switched_off(modules), torch.no_grad():  # the caches of the trial are not written in place
-            return checkpointing_reasons(modules) or self._unsupported_reasons(length, tokens)
+        modules = _checkpointing_modules(self.model)
+        with torch.no_grad(), _checkpointing(modules):  # the caches of the trial are not written in place
+            return _checkpointing_reasons(modules) or self._unsupported_reasons(length, tokens)
 
     def _unsupported_reasons(self, length: int, tokens: Sequence[int]) -> list[Reason]:
         cache = DynamicCache(config=self.model.config)
@@ -162,11 +163,11 @@ class SharedForward:
     @contextmanager
     def sharing(self) -> Iterator[None]:
         """A context of forwards of nodes: layers checkpoint with their cache, and latents are expanded once."""
-        modules = checkpointing_modules(self.model)
+        modules = _checkpointing_modules(self.model)
         facts = self.call.facts_of(self.model, checks.KNOWN)
         # Not in layers that are computed again outside of this context.
         latents = nullcontext() if modules else latent_attention.expanding_in_parts(facts.modules.values())
-        with switched_off(modules), checkpointing(modules), latents:
+        with _checkpointing(modules), latents:
             yield
 
     def node(self, rows: int, parent: Any = None, is_leaf: bool = False) -> Any:
@@ -199,3 +200,58 @@ class SharedForward:
         arguments = {name: value for name, value in arguments.items() if value is not None and name in accepted}
         outputs = self.model(tokens, use_cache=node is not None, return_dict=True, **arguments)
         return outputs.logits[:, -columns:]
+
+
+# Gradient checkpointing. The library drops the cache of a layer that it checkpoints, because the layer would write into
+# it a second time when the backward computes it again. Caches of nodes are not written into.
+
+
+def _checkpointing_modules(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules that checkpoint, or have a layer do it, in a forward of this model."""
+    return [module for module in model.modules() if module.training and vars(module).get("gradient_checkpointing")]
+
+
+def _layers(modules: list[nn.Module]) -> list[Any]:
+    return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
+
+
+def _checkpointing_reasons(modules: list[nn.Module]) -> list[Reason]:
+    """Returns why `_checkpointing` cannot do what these modules do; empty if it can."""
+    layers = _layers(modules)
+    functions = [getattr(layer, "_gradient_checkpointing_func", None) for layer in layers]
+    options = [getattr(function, "keywords", {}) for function in functions]
+    is_reentrant = any(option.get("use_reentrant") is not False for option in options)
+    replaced = [layer for layer in layers if "forward" in vars(layer)]
+    text = "a module is in training mode with gradient checkpointing"
+    return that_hold(
+        ("TRAINING", f"{text} of a class that fastgen does not know", bool(modules) and not layers),
+        ("TRAINING", f"{text} that is reentrant, which keeps no graph of keys", is_reentrant),
+        ("TRAINING", f"{text}, and its forward has been replaced", bool(replaced)),
+    )
+
+
+@contextmanager
+def _checkpointing(modules: list[nn.Module]) -> Iterator[None]:
+    """A context in which these modules do not checkpoint as the library does.
+
+    If autograd records, the layers among them checkpoint with their cache, by the same function.
+    """
+    layers = _layers(modules) if torch.is_grad_enabled() else []
+    for module in modules:
+        module.gradient_checkpointing = False
+    for layer in layers:
+        vars(layer)["forward"] = OfCall(_checkpointed, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["forward"]
+        for module in modules:
+            module.gradient_checkpointing = True
+
+
+def _checkpointed(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a layer whose activations are computed again in the backward."""
+    forward = type(layer).forward
+    forward = getattr(forward, "__wrapped__", forward)  # without the library's own checkpoint
+    return layer._gradient_checkpointing_func(partial(forward, layer, **kwargs), *args)

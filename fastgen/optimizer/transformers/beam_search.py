@@ -9,7 +9,6 @@ Tests: tests/optimizer/transformers/test_finished_inputs.py, tests/optimizer/tra
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,15 +21,14 @@ from fastgen.optimizer.decoding.captures import can_capture
 from fastgen.optimizer.decoding.decode_step import LateFlags, on_device, staying_in_halves
 from fastgen.optimizer.decoding.report import LOOP, Reason
 from fastgen.optimizer.transformers import compat
-from fastgen.optimizer.transformers.checks import CallChecks, HostModel, LoopArguments, current_call
+from fastgen.optimizer.transformers.checks import CallChecks, current_call
 from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep
-from fastgen.optimizer.transformers.outputs import Outputs, drop_unused_outputs
+from fastgen.optimizer.transformers.outputs import Outputs, replaced_loop
 from fastgen.optimizer.transformers.processors import (
     ALONE,
     PrefixConstrainedLogitsProcessor,
     all_rows_occur,
     trie_alone,
-    writing_processors,
 )
 
 # The library's score of empty slots, which it also adds to the scores of candidates that are out of the race.
@@ -40,8 +38,27 @@ LOWEST = OUT / 2
 
 NAN = Reason("NAN", "scores became NaN after inputs had left the batch: the library starts again")
 
-# The methods of the library's loop that this loop replaces.
-METHODS = (
+
+def _beam_search(checks: CallChecks, processors: Any) -> Any:
+    """Returns the outputs of `BeamSearch`; None if the library's loop must run. Adds to the report why."""
+    call, (input_ids, _, criteria, config, *_) = checks.call, checks.arguments
+    if reasons := checks.settings or checks.loop:
+        call.report.add_reasons(LOOP, reasons)
+        return None
+    call.is_accelerated = True
+    captures = can_capture(checks, len(input_ids), (config.max_length or 0) - input_ids.shape[1])
+    step = TransformersDecodeStep(checks, processors, config.num_beams, captures)
+    try:
+        with step:
+            return BeamSearch(input_ids, config, step).run(criteria)
+    except ScoresAreNaN:
+        call.report.add_reasons(LOOP, [NAN])
+    return None
+
+
+# Replaces `GenerationMixin._beam_search`, and the methods that it calls; input_ids `[inputs * num_beams, length]`.
+beam_search = replaced_loop(
+    _beam_search,
     "_update_finished_beams",
     "_get_top_k_continuations",
     "_get_running_beams_for_next_iteration",
@@ -49,39 +66,6 @@ METHODS = (
     "_beam_search_has_unfinished_sequences",
     "_gather_beams",
 )
-
-
-@drop_unused_outputs
-def beam_search(
-    original: Callable,
-    self: HostModel,
-    input_ids: Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
-    synced_gpus: bool = False,
-    **model_kwargs: Any,
-) -> Any:
-    """Replaces `GenerationMixin._beam_search`; input_ids `[inputs * num_beams, length]`."""
-    processors = writing_processors(logits_processor, generation_config)
-    arguments = input_ids, processors, stopping_criteria, generation_config, synced_gpus
-    theirs = partial(original, self, *arguments, **model_kwargs)
-    if (call := current_call()) is None:
-        return theirs()
-    passed = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs
-    call.host.checks = checks = CallChecks(call, self, LoopArguments(*passed, methods=METHODS))
-    if reasons := checks.settings or checks.loop:
-        call.report.add_reasons(LOOP, reasons)
-        return theirs()
-    call.is_accelerated = True
-    captures = can_capture(checks, len(input_ids), (generation_config.max_length or 0) - input_ids.shape[1])
-    step = TransformersDecodeStep(checks, processors, generation_config.num_beams, captures)
-    try:
-        with step:
-            return BeamSearch(input_ids, generation_config, step).run(stopping_criteria)
-    except ScoresAreNaN:
-        call.report.add_reasons(LOOP, [NAN])
-    return theirs()
 
 
 def update_finished_beams(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -100,11 +100,8 @@ def _accelerated(original: Callable, call: GenerateCall, self: checks.HostModel,
     if _is_static_in_vain(call, self, args, kwargs):
         call.report.shared.append(GROWS)
         kwargs["cache_implementation"] = "dynamic"
-    try:
-        with swap_forwards(self, args, kwargs, call), casting_once(call, self):
-            result = original(self, *args, **kwargs)
-    finally:
-        call.host.checks = None  # they hold the model and all arguments
+    with swap_forwards(self, args, kwargs, call), casting_once(call, self):
+        result = original(self, *args, **kwargs)
     if call.report.stages:
         call.end_stage("decoder")
     if not call.rows:

@@ -105,7 +105,6 @@ class TransformersCall:
     that are called between steps, which may change the model. source: the token ids of an encoder's input, `[inputs,
     length]`, or None. beam_scores: the scores of beam search's best hypotheses, `[inputs, num_beams]`, the best first.
     encoded: see `models/seamless.py`. accepted: by model, the classes of its modules by which the call is fastgen's.
-    checks: the `CallChecks` of the call's last loop.
     """
 
     user_cache: bool = False
@@ -116,7 +115,6 @@ class TransformersCall:
     beam_scores: Tensor | None = None
     encoded: list[Any] = field(default_factory=list)
     accepted: dict[Any, KeysView[type]] = field(default_factory=dict)
-    checks: CallChecks | None = None
 
 
 def generate_call(model: Any, has_stages: bool = False, has_steps: bool = True) -> GenerateCall:
@@ -170,8 +168,7 @@ class LoopArguments(NamedTuple):
 class CallChecks:
     """The reasons why parts of a call are left to the library: a table for each part, in which no reason may hold.
 
-    The patch of a loop creates the object, and the call holds it for the prefill. arguments: the arguments of the loop;
-    without them only `rows` and `row_states` are available.
+    arguments: those of the loop; without them only the reasons in the model, and those of a prefill, are available.
     """
 
     known_code = KNOWN
@@ -180,12 +177,6 @@ class CallChecks:
         self.call, self.model, self.decoder = call, model, model
         self.arguments: LoopArguments = arguments
         self._rows: tuple[ModelInfo | None, list[Reason]] = None, []
-
-    @classmethod
-    def of(cls, call: GenerateCall, model: HostModel) -> CallChecks:
-        """Returns the checks of the running loop, or new ones if none runs or it belongs to another model."""
-        checks = call.host.checks
-        return checks if checks is not None and checks.model is model else cls(call, model)
 
     @cached_property
     def runs_user_code(self) -> bool:

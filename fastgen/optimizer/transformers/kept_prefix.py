@@ -88,7 +88,7 @@ class PrefixReuse:
         """Keeps copies of these columns of one row, and of the cache that their forward filled; adds to the report."""
         length = next(iter(columns.values())).shape[1]
         foreign = [name for name, value in options.items() if not isinstance(value, PLAIN)]
-        reasons = checks.CallChecks.of(call, model).rows
+        reasons = checks.CallChecks(call, model).rows
         if call.host.user_cache:
             reasons = [Reason("USER_CACHE", "the caller passed a cache")]
         reasons = reasons or [Reason("ARGUMENT_TYPE", f"argument {name} cannot be compared") for name in foreign[:1]]

@@ -2,7 +2,7 @@
 
 `Outputs` collects it in fastgen's loops, for all calls but those that return attentions or hidden states of each step.
 fastgen's command and the patches of Seamless M4T declare with `only_outputs` what they read: such a call runs as one
-that returns sequences alone.
+that returns sequences alone. Both loops begin in `replaced_loop`, which drops the rest.
 
 Tests: tests/optimizer/transformers/test_loop_outputs.py, tests/optimizer/transformers/test_beam_scores.py
 """
@@ -10,10 +10,9 @@ Tests: tests/optimizer/transformers/test_loop_outputs.py, tests/optimizer/transf
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import wraps
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -27,8 +26,9 @@ from transformers.generation.utils import (
 
 from fastgen.models.cache_names import cache_name
 from fastgen.optimizer.decoding.call import setting, settings_of
-from fastgen.optimizer.transformers.checks import current_call
+from fastgen.optimizer.transformers.checks import CallChecks, LoopArguments, current_call
 from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep
+from fastgen.optimizer.transformers.processors import writing_processors
 from fastgen.provenance import comes_with
 
 SEQUENCES_SCORES, ENCODER_STATES = "sequences_scores", "encoder_hidden_states"
@@ -85,34 +85,54 @@ def only_outputs(*outputs: str) -> AbstractContextManager[None]:
     return setting(UsedOutputs(outputs))
 
 
-def drop_unused_outputs(loop: Callable) -> Callable:
-    """Wraps a replacement of one of the library's loops, and drops the outputs that the caller does not use."""
-    signature = inspect.signature(loop)
+def replaced_loop(run: Callable[[CallChecks, Any], Any], *methods: str) -> Callable:
+    """Returns the replacement of one of the library's loops, which drops the outputs that the caller does not use.
 
-    @wraps(loop)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        used = next(settings_of(UsedOutputs), None)
+    run: runs fastgen's loop with the checks of the call and the logits processors, and returns its outputs; None if the
+    library's loop must run. methods: those of the library's loop that it replaces.
+    """
+
+    def loop(
+        original: Callable,
+        self: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
         call = current_call()
-        if used is None or call is None:
-            return loop(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)
-        model, config = bound.arguments["self"], bound.arguments["generation_config"]
-        if not _can_drop(model, config, used):
-            return loop(*args, **kwargs)
-        lean = bound.arguments["generation_config"] = copy.copy(config)
-        lean.return_dict_in_generate = lean.output_scores = lean.output_hidden_states = False
-        model_kwargs = bound.arguments["model_kwargs"]
-        model_kwargs.pop("output_hidden_states", None)
-        outputs: dict[str, Any] = {}
+        used = None if call is None else next(settings_of(UsedOutputs), None)
+        if used is not None and _can_drop(self, generation_config, used):
+            generation_config = copy.copy(generation_config)
+            generation_config.return_dict_in_generate = generation_config.output_scores = False
+            generation_config.output_hidden_states = False
+            model_kwargs.pop("output_hidden_states", None)
+        else:
+            used = None
+        encoded: Any = model_kwargs.get("encoder_outputs")
+        processors = writing_processors(logits_processor, generation_config)
+        options = model_kwargs if streamer is None else {**model_kwargs, "streamer": streamer}
+        theirs = partial(original, self, input_ids, processors, stopping_criteria, generation_config, **options)
+        if call is None:
+            return theirs(synced_gpus=synced_gpus)
+        arguments = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs
+        outputs = run(CallChecks(call, self, LoopArguments(*arguments, streamer, methods)), processors)
+        if outputs is None:
+            outputs = theirs(synced_gpus=synced_gpus)
+        if used is None:
+            return outputs
+        rest: dict[str, Any] = {}
         if ENCODER_STATES in used:
-            outputs[ENCODER_STATES] = model_kwargs["encoder_outputs"].hidden_states
-        sequences = loop(*bound.args, **bound.kwargs)
+            rest[ENCODER_STATES] = encoded.hidden_states
         if SEQUENCES_SCORES in used:
-            outputs[SEQUENCES_SCORES] = call.host.beam_scores[:, : config.num_return_sequences].flatten()
-        kind = GenerateBeamEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateBeamDecoderOnlyOutput
-        return kind(sequences=sequences, **outputs)
+            rest[SEQUENCES_SCORES] = call.host.beam_scores[:, : generation_config.num_return_sequences].flatten()
+        kind = GenerateBeamEncoderDecoderOutput if self.config.is_encoder_decoder else GenerateBeamDecoderOnlyOutput
+        return kind(sequences=outputs, **rest)
 
-    return run
+    return loop
 
 
 def _can_drop(model: Any, config: Any, used: tuple[str, ...]) -> bool:

@@ -65,7 +65,7 @@ def prefill(
 
     arguments = {"input_ids": input_ids, **model_kwargs}
     try:
-        return plan_prefill(CallChecks.of(call, self), arguments, generation_config, forward).run(model_kwargs)
+        return plan_prefill(CallChecks(call, self), arguments, generation_config, forward).run(model_kwargs)
     except LeaveAlone as left_alone:
         call.leave_to_library(PREFILL, left_alone.reasons)
     outputs = original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)

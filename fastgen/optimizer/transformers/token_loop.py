@@ -10,8 +10,6 @@ tests/optimizer/transformers/test_refused_calls.py
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +24,10 @@ from fastgen.optimizer.decoding.cost_model import CostModel, ModelSize, Work, si
 from fastgen.optimizer.decoding.decode_step import LateFlags, on_device, staying_in_halves
 from fastgen.optimizer.decoding.report import DRAFTS, LOOP, STEPS, Reason, check, that_hold
 from fastgen.optimizer.transformers import compat
-from fastgen.optimizer.transformers.checks import CallChecks, HostModel, LoopArguments, current_call
+from fastgen.optimizer.transformers.checks import CallChecks
 from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep, is_worth_compacting
-from fastgen.optimizer.transformers.outputs import Outputs, drop_unused_outputs
-from fastgen.optimizer.transformers.processors import may_write, writing_processors
+from fastgen.optimizer.transformers.outputs import Outputs, replaced_loop
+from fastgen.optimizer.transformers.processors import may_write
 from fastgen.optimizer.transformers.row_draws import RowDraws
 
 # Random integers drawn in one piece; and the number below which torch draws faster, if no row has ended.
@@ -43,33 +41,21 @@ MIN_DRAFT_STEPS = 8
 MOST_DRAFT_ROWS = 8
 
 
-@drop_unused_outputs
-def sample(
-    original: Callable,
-    self: HostModel,
-    input_ids: Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
-    synced_gpus: bool = False,
-    streamer: Any = None,
-    **model_kwargs: Any,
-) -> Any:
-    """Replaces `GenerationMixin._sample`, greedy search or sampling; input_ids `[rows, length]`."""
-    processors = writing_processors(logits_processor, generation_config)
-    theirs = partial(original, self, input_ids, processors, stopping_criteria, generation_config, **model_kwargs)
-    if (call := current_call()) is None:
-        return theirs(synced_gpus=synced_gpus, streamer=streamer)
-    arguments = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs, streamer
-    call.host.checks = checks = CallChecks(call, self, LoopArguments(*arguments))
+def _sample(checks: CallChecks, processors: Any) -> Any:
+    """Returns the outputs of `TokenLoop`; None if the library's loop must run."""
+    call, (input_ids, _, criteria, config, *_) = checks.call, checks.arguments
     compacts, captures, drafts = parts_of_loop(checks)
     if not (compacts or captures or drafts):
-        return theirs(synced_gpus=synced_gpus, streamer=streamer)
+        return None
     call.is_accelerated = True
     sources = _sources(call.host.source, len(input_ids)) if drafts else None
     step = TransformersDecodeStep(checks, processors, 1, captures, sources)
     with step:
-        return TokenLoop(input_ids, generation_config, step, compacts).run(stopping_criteria, streamer)
+        return TokenLoop(input_ids, config, step, compacts).run(criteria, checks.arguments.streamer)
+
+
+# Replaces `GenerationMixin._sample`, greedy search or sampling; input_ids `[rows, length]`.
+sample = replaced_loop(_sample)
 
 
 def _sources(source: Tensor | None, rows: int) -> list[list[int]]:

@@ -76,7 +76,7 @@ def _is_repeatable(encoder: nn.Module) -> bool:
     call = current_call()
     if call is None or torch.is_inference_mode_enabled() or is_transformed() or checks.is_foreign(encoder):
         return False
-    return not checks.CallChecks.of(call, encoder).rows
+    return not checks.CallChecks(call, encoder).rows
 
 
 def text_to_unit(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -220,6 +220,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
     """
 
     host: str  # the package
+    is_streamed = False  # tokens leave the loop before it ends, so that it cannot be run again
 
     def __init__(self, checks: Any, rows: int, rows_per_input: int, max_length: int, may_capture: bool) -> None:
         self.checks: Any = checks
@@ -297,11 +298,6 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
     @abstractmethod
     def runs_user_code(self) -> bool:
         """Whether user code runs in each step: it may change the model."""
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether tokens leave the loop before it ends, so that it cannot be run again."""
-        return False
 
     def __exit__(self, *error: Any) -> None:
         """After an error of fastgen restores the loop's state, so that the host can start again."""

@@ -57,7 +57,8 @@ class TransformersDecodeStep(DecodeStep):
     """Runs a model of transformers with its cache; the library prepares arguments and masks.
 
     arguments: the `model_kwargs` of the library's loops. sources: what drafts are taken from in addition to the text of
-    each row, or an empty list; None for a loop without drafts.
+    each row, or an empty list; None for a loop without drafts. shows_cache: whether the caller gets the cache: its
+    content must be exact.
     """
 
     host = "transformers"
@@ -74,6 +75,8 @@ class TransformersDecodeStep(DecodeStep):
         config, arguments = checks.arguments.generation_config, checks.arguments.model_kwargs
         super().__init__(checks, len(checks.arguments.input_ids), rows_per_input, config.max_length or 0, may_capture)
         self.generation_config, self.processors, self.arguments = config, processors, arguments
+        self.shows_cache = bool(self.call.host.user_cache or config.return_dict_in_generate)
+        self.is_streamed = checks.arguments.streamer is not None
         self.drafts = None if sources is None else DraftedSteps(self, sources)
         self._dynamic: Any = None  # the cache before a capture, for eager steps afterwards
         self._earlier_states: list[Tensor] = []  # before the last forward
@@ -83,11 +86,6 @@ class TransformersDecodeStep(DecodeStep):
         self.rollback.callback(undo_of_attributes(processors))
         if (cache := kv_layers.cache_of(arguments)) is not None:
             self.rollback.callback(kv_layers.undo_of(cache))
-
-    @property
-    def shows_cache(self) -> bool:
-        """Whether the caller gets the cache: its content must be exact."""
-        return self.call.host.user_cache or bool(self.generation_config.return_dict_in_generate)
 
     def __exit__(self, *error: Any) -> None:
         if self.drafts is not None and error[0] is None:
@@ -262,10 +260,6 @@ class TransformersDecodeStep(DecodeStep):
     @cached_property
     def runs_user_code(self) -> bool:
         return bool(self.checks.runs_user_code)
-
-    @property
-    def is_streamed(self) -> bool:
-        return self.checks.arguments.streamer is not None
 
     def _pad(self, inputs: dict[str, Any], cache: StaticKVCache) -> dict[str, Any]:
         """Returns the arguments of a forward, padded with hidden positions before the first one, as the cache is.

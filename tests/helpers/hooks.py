@@ -32,7 +32,7 @@ PARTS = {
     "fill a static cache": f"{_DECODING}.static_kv_cache:StaticKVCache.load",
     "grow a static cache": f"{_DECODING}.decode_step:StaticSteps.over",
     "static step": f"{_DECODING}.decode_step:StaticSteps.outputs_of",
-    "masks of a step": f"{_TRANSFORMERS}.decode_step:StepMasks.next",
+    "masks of a step": f"{_TRANSFORMERS}.decode_step:StepMasks.reveal",
     "masks were built": f"{_TRANSFORMERS}.decode_step:StepMasks.keep_sync",
     "pad inputs": f"{_TRANSFORMERS}.decode_step:TransformersDecodeStep._pad",
     "wait for a flag": f"{_TRANSFORMERS}.decode_step:needs_sync",

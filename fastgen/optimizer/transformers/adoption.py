@@ -134,7 +134,7 @@ def plan_adoption(cache: Cache, rows_per_input: int, limit: int, call: GenerateC
     plans: dict[Any, AdoptPlan] = {}
     gains = False
     # A static cache needs layers of one kind, and a window drops positions of a prompt that is stored once only.
-    must_share = may_share and call.will_capture and _drops_positions(cache, limit)
+    must_share = may_share and call.will_capture and bool(window_reasons(cache, (length_of(cache) or 0) + limit))
 
     def storage_for(keys: Tensor, is_cross: bool) -> Storage:
         shares = may_share and should_share(call.costs, keys, rows_per_input, is_cross, call.will_capture)
@@ -173,11 +173,6 @@ def plan_adoption(cache: Cache, rows_per_input: int, limit: int, call: GenerateC
         if not gains and plan.branched is None:
             plan.storage = Storage.LIBRARYS
     return [*plans.values()]
-
-
-def _drops_positions(cache: Cache, limit: int) -> bool:
-    """Whether a window will have dropped positions once `limit` were added."""
-    return bool(window_reasons(cache, (length_of(cache) or 0) + limit))
 
 
 def _elements(keys: Tensor, rows_per_input: int, limit: int) -> int:

@@ -211,6 +211,7 @@ class CallChecks:
         user_code = [what for _, what in facts.replaced] if is_foreign(self.model) else facts.user_code
         hooks = [facts.hooks[0][1]] if facts.hooks else []
         compiled = [named(facts.compiled[0])] if facts.compiled else []
+        has_new_classes = self.call.host.accepted.get(self.model, facts.kinds.keys()) != facts.kinds.keys()
         return that_hold(
             ("GRADIENTS", "autograd records, but shared caches are written in place", torch.is_grad_enabled()),
             ("TRAINING", "{}", switched_on),
@@ -218,12 +219,9 @@ class CallChecks:
             ("TORCH_MODE", MODES, _is_in_mode()),
             ("USER_CODE", "{} is not the library's, and may treat rows differently", user_code[:1]),
             ("COMPILED", "{} is compiled", compiled),
-            ("UNVERIFIED", "modules have other classes than in the last call", self._has_new_classes(facts)),
+            ("UNVERIFIED", "modules have other classes than in the last call", has_new_classes),
             ("ROWS_COUPLED", f"{kind}: {compat.COUPLED_ROWS.get(kind)}", kind in compat.COUPLED_ROWS),
         )
-
-    def _has_new_classes(self, facts: ModelInfo) -> bool:
-        return self.call.host.accepted.get(self.model, facts.kinds.keys()) != facts.kinds.keys()
 
     @check(report.PREFILL, report.COMPACTION)
     def row_states(self, sizes: set[int], previous: dict[tuple[int, str], Tensor] | None = None) -> list[Reason]:

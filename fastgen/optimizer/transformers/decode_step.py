@@ -119,14 +119,9 @@ class TransformersDecodeStep(DecodeStep):
     def next_logits(self, input_ids: Tensor) -> Tensor:
         """Returns the same from a forward of one token."""
         outputs = self.run(input_ids)
-        self._extend_arguments(outputs)
+        update = self.model._update_model_kwargs_for_generation
+        self.arguments = update(outputs, self.arguments, is_encoder_decoder=self.model.config.is_encoder_decoder)
         return outputs.logits[:, -1].to(dtype=torch.float32, device=input_ids.device)
-
-    def _extend_arguments(self, outputs: Any) -> None:
-        """Adds the column of the next token to the arguments."""
-        self.arguments = self.model._update_model_kwargs_for_generation(
-            outputs, self.arguments, is_encoder_decoder=self.model.config.is_encoder_decoder
-        )
 
     # What drafts ask, in addition to `outputs_of`.
 
@@ -134,7 +129,8 @@ class TransformersDecodeStep(DecodeStep):
         """Counts a step whose logits were in the outputs of an earlier one."""
         self.steps += 1
         self.mode.advance()
-        self._extend_arguments(outputs)
+        update = self.model._update_model_kwargs_for_generation
+        self.arguments = update(outputs, self.arguments, is_encoder_decoder=self.model.config.is_encoder_decoder)
 
     def attempt(self, is_trial: bool) -> Rollback:
         """Returns a context that drops the positions of a forward, even of one that failed in some layer.
@@ -168,22 +164,18 @@ class TransformersDecodeStep(DecodeStep):
         return self.model._prefill(tokens, self.generation_config, self.arguments, is_first_iteration=True)
 
     def inputs(self, tokens: Tensor, graph: CapturedGraph | None, size: int = 1) -> dict[str, Any]:
-        if size == 1:
-            return self._inputs_of_one(tokens, graph)
-        count = size - 1
-        column = 0
-        if graph is not None:
-            column = graph.cache.paddings[0] + graph.cache.prompt_lengths[0] + graph.cache.generated_length + 1
-        return inputs_ahead(self._inputs_of_one(tokens[:, :-count], graph), tokens[:, -count:], column)
-
-    def _inputs_of_one(self, tokens: Tensor, graph: CapturedGraph | None) -> dict[str, Any]:
+        if size > 1:
+            column = 0
+            if graph is not None:
+                column = graph.cache.paddings[0] + graph.cache.prompt_lengths[0] + graph.cache.generated_length + 1
+            return inputs_ahead(self.inputs(tokens[:, : 1 - size], graph), tokens[:, 1 - size :], column)
         length = 1 if self.arguments["use_cache"] else None
         if graph is None:
             return self.model.prepare_inputs_for_generation(tokens, next_sequence_length=length, **self.arguments)
         arguments = {**self.arguments, **graph.view}
         is_cross = self.model.config.is_encoder_decoder
         name = MASKS[is_cross]
-        masks = self._masks.next(graph.cache)
+        masks = self._masks.reveal(graph.cache) if self._masks.is_proven else None
         if masks is not None:  # the library builds none if it gets one of four dimensions
             arguments[name] = self._masks.leaves[0]
         inputs = self.model.prepare_inputs_for_generation(tokens, next_sequence_length=length, **arguments)
@@ -279,10 +271,11 @@ class TransformersDecodeStep(DecodeStep):
         if encoded is None or masks[0].shape[1] != encoded[0].shape[1]:  # speech encoders downsample
             raise CannotPad
         padding = cache.padding
+        zeros = (0, 0, padding, 0)  # for states `[rows, length, width]`
         for name in (MASK, ENCODED):
             value, length, _ = self._padded.get(name, (None, 0, None))
             if value is not inputs[name] or length != padding:
-                pad = partial(_hidden_before if name == MASK else _zeros_before, padding=padding)
+                pad = partial(_hidden_before, padding=padding) if name == MASK else partial(functional.pad, pad=zeros)
                 self._padded[name] = inputs[name], padding, tree_map_only(Tensor, pad, inputs[name])
         return {**inputs, **{name: padded for name, (_, _, padded) in self._padded.items()}}
 
@@ -361,26 +354,23 @@ class StepMasks:
         """Drops the masks, because another cache is used; the next two are built."""
         self._masks: Any = None
         self.leaves: list[Any] = []
-        self._length, self._is_proven = 0, False
-
-    def next(self, cache: StaticKVCache) -> Any:
-        """Returns the masks of the next step over this cache; None if they must be built."""
-        return self._revealed(cache) if self._is_proven else None
+        self._length, self.is_proven = 0, False
 
     def keep_sync(self, cache: StaticKVCache, masks: Any) -> None:
         """Keeps masks that were built for the next step over this cache; compares the second ones with the first."""
         leaves = tensors_of(masks) if self.is_possible else []
         if leaves and all(isinstance(mask, Tensor) and mask.dim() == 4 for mask in leaves):
             if self._masks is not None and self._length <= cache.generated_length:  # a later step than theirs
-                self._revealed(cache)
+                self.reveal(cache)
                 expected = self.leaves
-                self._is_proven = len(expected) == len(leaves) and all(map(torch.equal, expected, leaves))
-                self.is_possible = self._is_proven
+                self.is_proven = len(expected) == len(leaves) and all(map(torch.equal, expected, leaves))
+                self.is_possible = self.is_proven
             self._masks = masks
             self.leaves = leaves
             self._length = cache.generated_length + 1
 
-    def _revealed(self, cache: StaticKVCache) -> Any:
+    def reveal(self, cache: StaticKVCache) -> Any:
+        """Returns the masks of the next step over this cache."""
         start = cache.paddings[0] + cache.prompt_lengths[0]
         for mask in self.leaves:
             new = mask[..., start + self._length : start + cache.generated_length + 1]
@@ -420,8 +410,3 @@ def _padded_like(mask: Tensor, cache: StaticKVCache) -> Tensor:
     if len(paddings) != 1:
         raise CannotPad
     return _hidden_before(mask, *paddings)
-
-
-def _zeros_before(states: Tensor, padding: int) -> Tensor:
-    """Pads the states of an encoder, `[rows, length, width]`, with zeros."""
-    return functional.pad(states, (0, 0, padding, 0))

@@ -227,19 +227,16 @@ class FirstUse:
             stateful.append(f"an argument cannot be copied: {error}")
         text = f"{self.subject} is not compared yet: {{}}"
         few = f"a call for fewer than {LEAST_STEPS} new tokens shows too little"
+        facts = self.call.facts_of(self.model, KNOWN)
+        is_distributed = facts.is_sharded or getattr(self.model, "_tp_size", None) is not None
         changes = "its modules keep state that changes between calls"
         return that_hold(
             ("UNVERIFIED", text.format(few), self.steps < LEAST_STEPS),
             ("UNVERIFIED", text.format(changes), _trials.get(self.model, Counter())[self._kind] >= MOST_TRIALS),
             ("UNVERIFIED", text, stateful[:1]),
-            ("UNVERIFIED", text.format("other processes take part in its forwards"), self._is_distributed),
+            ("UNVERIFIED", text.format("other processes take part in its forwards"), is_distributed),
             ("UNVERIFIED", text, trust.unfit(self.key)),
         )
-
-    @property
-    def _is_distributed(self) -> bool:
-        facts = self.call.facts_of(self.model, KNOWN)
-        return facts.is_sharded or getattr(self.model, "_tp_size", None) is not None
 
     def _noted(self, run: Callable[..., Any], steps: int | None, arguments: dict[str, Any]) -> Noted:
         """Runs the call, of at most `steps` steps if that is not None, and notes logits."""

@@ -38,19 +38,15 @@ class Outputs:
     """The outputs of one loop, as the library's loops collect them.
 
     is_dict: whether the caller wants more than tokens. scores, logits: a tensor `[rows, vocabulary_size]` for each
-    step, float32; None if the caller does not want them. Rows that have ended have some, too, and their part of the
-    cache is returned, so with `is_dict` no row leaves.
+    step, float32; None if the caller does not want them. collects: whether one of them is wanted. Rows that have ended
+    have some, too, and their part of the cache is returned, so with `is_dict` no row leaves.
     """
 
     def __init__(self, config: Any) -> None:
         self.is_dict = bool(config.return_dict_in_generate)
         self.scores: tuple[Tensor, ...] | None = () if self.is_dict and config.output_scores else None
         self.logits: tuple[Tensor, ...] | None = () if self.is_dict and config.output_logits else None
-
-    @property
-    def collects(self) -> bool:
-        """Whether each step has scores or logits to be kept."""
-        return self.scores is not None or self.logits is not None
+        self.collects = self.scores is not None or self.logits is not None
 
     def add(self, logits: Tensor, scores: Tensor, copies: bool = False) -> None:
         """Keeps those of a step that the caller wants; copies: whether to clone them, as other code may hold them."""

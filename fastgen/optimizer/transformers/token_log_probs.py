@@ -52,7 +52,7 @@ def token_log_probs(
         try:
             scores = shared_scores(
                 [scorer.model],
-                partial(scorer.shared_sync, input_ids, mask, completion_length),
+                lambda: scorer.of_buckets(scorer.buckets_sync(input_ids, mask), input_ids, mask, completion_length),
                 partial(scorer.plain, input_ids, attention_mask, completion_length),
                 visible=visible,
             )
@@ -96,16 +96,12 @@ class TokenScorer(SharedForward):
         super().__init__(call, model)
         self.temperature, self.entropy = temperature, entropy
 
-    def shared_sync(self, input_ids: Tensor, mask: Tensor, columns: int) -> Scores:
-        """Returns the scores of the last columns, with common beginnings computed once.
+    @check(PREFILL)
+    def buckets_sync(self, input_ids: Tensor, mask: Tensor) -> list[Bucket]:
+        """Returns buckets with all rows, and reports them.
 
         Raises LeaveAlone if nothing is gained, or the model is not supported.
         """
-        return self.of_buckets(self.buckets_sync(input_ids, mask), input_ids, mask, columns)
-
-    @check(PREFILL)
-    def buckets_sync(self, input_ids: Tensor, mask: Tensor) -> list[Bucket]:
-        """Returns buckets with all rows, and reports them. Raises LeaveAlone as `shared_sync`."""
         rows, length = input_ids.shape
         self.call.set_rows(rows, rows)
         if not PATCH_SET.is_on:

@@ -26,6 +26,7 @@ from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.kv_cache import KVCache, should_share
 from fastgen.optimizer.decoding.report import Reason
 from fastgen.optimizer.transformers import state_layers
+from fastgen.optimizer.transformers.checks import KNOWN, HostModel
 from fastgen.optimizer.transformers.kv_layers import (
     ADOPTED,
     WITH_STATES,
@@ -38,6 +39,7 @@ from fastgen.optimizer.transformers.kv_layers import (
     turn_into,
     window_reasons,
 )
+from fastgen.optimizer.transformers.models import latent_attention
 
 PROMPT_ONCE = "the prompt's keys and values: once per input"
 FEW_KEYS = Reason("FEW_KEYS", "layers have too few keys for sharing to save time")
@@ -106,12 +108,18 @@ def _inputs_of_rows(kv: KVCache) -> Tensor:
 
 
 def adopt(
-    cache: Cache, inputs: int, rows_per_input: int, limit: int, call: GenerateCall, is_prefix: bool = False
-) -> bool:
-    """Expands a cache of `inputs` rows to `inputs * rows_per_input`; returns whether layers are in a `KVCache` now.
+    model: HostModel,
+    cache: Cache,
+    inputs: int,
+    rows_per_input: int,
+    limit: int,
+    call: GenerateCall,
+    is_prefix: bool = False,
+) -> None:
+    """Expands a cache of `inputs` rows to `inputs * rows_per_input` rows, and adds to the report.
 
     limit: the number of positions that can be added to each row. is_prefix: whether the cache holds a prefix of all
-    rows. Adds to the report.
+    rows. Until the call ends, a model's latents in segments are expanded segment by segment.
     """
     plans = plan_adoption(cache, rows_per_input, limit, call)
     kv = KVCache(inputs, rows_per_input, usage=call.report.kernels)
@@ -120,7 +128,10 @@ def adopt(
     _report(plans, call, is_prefix)
     if kv.prompts:
         call.on_exit.callback(give_back, ref(cache))
-    return bool(kv.prompts) or any(plan.branched is not None for plan in plans)
+    if kv.prompts or any(plan.branched is not None for plan in plans):  # otherwise the library may compile forwards
+        facts = call.facts_of(model, KNOWN)
+        if [kind for kind in facts.kinds if hasattr(kind, latent_attention.NAME)]:
+            call.on_exit.enter_context(latent_attention.expanding_in_parts(facts.modules.values()))
 
 
 def plan_adoption(cache: Cache, rows_per_input: int, limit: int, call: GenerateCall) -> list[AdoptPlan]:

@@ -33,7 +33,7 @@ from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, PREFIX, LeaveAl
 from fastgen.optimizer.decoding.segmented_kv import KV
 from fastgen.optimizer.transformers import adoption, kv_layers, prefixes, row_groups
 from fastgen.optimizer.transformers.checks import KNOWN, CallChecks, HostModel, current_call
-from fastgen.optimizer.transformers.models import images, latent_attention
+from fastgen.optimizer.transformers.models import images
 from fastgen.optimizer.transformers.prefixes import CommonPrefix
 from fastgen.optimizer.transformers.row_groups import RowGroups
 
@@ -163,7 +163,7 @@ class PrefillPlan:
             rest_length = prefixes.prompt_of(self.first_rows).shape[1] - prefix.length
             limit = rest_length + (self.limit if self.groups.rows_per_input == 1 else 0)
             with call.fallback(PREFILL):
-                expand_cache(model, cache, 1, len(self.groups), limit, call, is_prefix=True)
+                adoption.adopt(model, cache, 1, len(self.groups), limit, call, is_prefix=True)
         return prefix.of_rests(self.first_rows)
 
     def _forward(self, arguments: dict[str, Any], cache: Cache | None, facts: ModelInfo) -> ModelOutput:
@@ -205,7 +205,7 @@ class PrefillPlan:
         elif cache is not None:
             if not groups.are_inputs:
                 kv_layers.select_rows(cache, groups.group_of_row[:: groups.rows_per_input])
-            expand_cache(self.checks.model, cache, groups.inputs, groups.rows_per_input, self.limit, call)
+            adoption.adopt(self.checks.model, cache, groups.inputs, groups.rows_per_input, self.limit, call)
         if not groups.are_inputs and groups.rows_per_input == 1:
             sizes = ", ".join(map(str, groups.sizes[:8]))
             text = f"stored for each row: equal rows come in groups of {sizes}, not of one size"
@@ -215,26 +215,6 @@ class PrefillPlan:
         outputs["logits"] = outputs["logits"][:, -1:]
         for name, value in row_groups.repeat(outputs, groups).items():
             outputs[name] = value
-
-
-def expand_cache(
-    model: HostModel,
-    cache: Cache,
-    inputs: int,
-    rows_per_input: int,
-    limit: int,
-    call: GenerateCall,
-    is_prefix: bool = False,
-) -> None:
-    """Expands a cache of `inputs` rows to `inputs * rows_per_input` rows, see `adoption.adopt`.
-
-    Until the call ends, a model's latents in segments are expanded segment by segment.
-    """
-    # In calls without a `KVCache` the library may compile forwards.
-    if adoption.adopt(cache, inputs, rows_per_input, limit, call, is_prefix):
-        facts = call.facts_of(model, KNOWN)
-        if [kind for kind in facts.kinds if hasattr(kind, latent_attention.NAME)]:
-            call.on_exit.enter_context(latent_attention.expanding_in_parts(facts.modules.values()))
 
 
 def groups_of_equal_rows(

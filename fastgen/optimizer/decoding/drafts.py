@@ -20,6 +20,7 @@ Tests: tests/optimizer/decoding/test_drafts.py, tests/optimizer/transformers/tes
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from fastgen.optimizer.decoding.static_kv_cache import MOST_TOKENS
@@ -54,8 +55,7 @@ class Text:
         self.tokens: list[int] = []
         self.start: int | None = None
         self.length = 0
-        self._latest: dict[int, int] = {}  # for each token, the index after its last occurrence
-        self._previous: list[int] = []  # for each index, that after the previous occurrence of its token
+        self._ends: defaultdict[int, list[int]] = defaultdict(list)  # for each token, the indices after occurrences
         for token in tokens:
             self._store(token)
         self._find()
@@ -82,12 +82,7 @@ class Text:
     def _store(self, token: int) -> None:
         """Adds a token, which from now on follows the last occurrence of the token before it."""
         if self.tokens:
-            previous_token = self.tokens[-1]
-            end = len(self.tokens)
-            self._previous.append(self._latest.get(previous_token, -1))
-            self._latest[previous_token] = end
-        else:
-            self._previous.append(-1)
+            self._ends[self.tokens[-1]].append(len(self.tokens))
         self.tokens.append(token)
 
     def _find(self) -> None:
@@ -95,16 +90,15 @@ class Text:
         tokens = self.tokens
         end = len(self.tokens)
         self.start, self.length = None, 0
-        start = self._latest.get(tokens[-1], -1) if tokens else -1
-        for _ in range(MOST_OCCURRENCES):
-            if start < 0 or self.length == LONGEST_MATCH:
+        starts = self._ends.get(tokens[-1], [])[-MOST_OCCURRENCES:] if tokens else []
+        for start in reversed(starts):
+            if self.length == LONGEST_MATCH:
                 break
             length = 1
             while length < min(start, LONGEST_MATCH) and tokens[start - length - 1] == tokens[end - length - 1]:
                 length += 1
             if length > self.length:
                 self.start, self.length = start, length
-            start = self._previous[start]
 
 
 class Drafts:

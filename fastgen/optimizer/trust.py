@@ -119,16 +119,6 @@ def contracts() -> dict[str, dict[str, str]]:
     return json.loads(CONTRACTS.read_text(encoding="utf-8"))
 
 
-def accept(sources: Iterable[str]) -> None:
-    """Adds the sources of the installed hosts to contracts.json: a test has found equal results with them."""
-    accepted = json.loads(CONTRACTS.read_text(encoding="utf-8"))
-    for source in sources:
-        if (hashes := _hashes(source)) is not None:
-            accepted.setdefault(source, {})[hashes[0]] = hashes[1]
-    lines = (f"{json.dumps(name)}: {json.dumps(accepted[name], sort_keys=True)}" for name in sorted(accepted))
-    CONTRACTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-
-
 def unknown_sources(sources: Iterable[str]) -> dict[str, str | None]:
     """Returns the sources whose hash is not accepted, with their hash; None for code that cannot be read."""
     hashes = {source: hash_of(source) for source in sources}

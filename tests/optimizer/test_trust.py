@@ -10,7 +10,7 @@ import types
 
 import pytest
 import torch
-from hooks import fresh_trust, proven, refused
+from hooks import accept, fresh_trust, proven, refused
 
 import fastgen
 from fastgen.optimizer import trust
@@ -130,7 +130,7 @@ def test_accepting_a_source_adds_to_those_of_other_versions(hash_in, tmp_path, m
     monkeypatch.setattr(trust, "CONTRACTS", tmp_path / "contracts.json")
     trust.CONTRACTS.write_text('{"hashed_host": {"0": "1"}, "other": {"2": "3"}}')
     accepted = hash_in(BASE)
-    trust.accept(["hashed_host", "no_such_module"])
+    accept(["hashed_host", "no_such_module"])
     contracts = json.loads(trust.CONTRACTS.read_text())
     assert contracts["other"] == {"2": "3"} and contracts["hashed_host"].pop("0") == "1"
     assert [*contracts["hashed_host"].values()] == [accepted]

@@ -83,7 +83,7 @@ class GenerateCall:
         finally:
             _current.set(self.outer)
             report = self.report
-            _thread.reports[report.kind] = _thread.reports[None] = report
+            vars(_reports).update({report.kind: report, "": report})
             report.seconds = time.perf_counter() - self.started
             told = report.replays or report.reason_for(STEPS) or report.reason_for(LOOP)
             if self.rows and report.has_steps and not told:
@@ -141,16 +141,7 @@ class GenerateCall:
 
 _current: ContextVar[GenerateCall | None] = ContextVar("fastgen_call", default=None)
 _settings: ContextVar[tuple[Any, ...]] = ContextVar("fastgen_settings", default=())
-
-
-class _Thread(threading.local):
-    """The last reports of a thread by the kind of their call, and with the key None the last of all."""
-
-    def __init__(self) -> None:
-        self.reports: dict[str | None, Report] = {}
-
-
-_thread = _Thread()
+_reports = threading.local()  # the last ones of a thread by the kind of their call, and by "" the last of all
 
 Setting = TypeVar("Setting")
 
@@ -198,7 +189,7 @@ def add_reasons(part: str, reasons: Iterable[Reason]) -> None:
 
 def last_report(kind: str | None = None) -> Report | None:
     """Returns the report of this thread's last finished call, or None. kind: one of `KINDS`; None: of any kind."""
-    return _thread.reports.get(kind)
+    return vars(_reports).get(kind or "")
 
 
 # Restoring the state for the library.

@@ -195,6 +195,16 @@ def last_report(kind: str | None = None) -> Report | None:
 # Restoring the state for the library.
 
 
+def all_of(*undos: Restore) -> Restore:
+    """Returns a function that calls all of these, which may be called more than once."""
+
+    def restore() -> None:
+        for undo in undos:
+            undo()
+
+    return restore
+
+
 class Rollback(ExitStack):
     """A context that calls the functions registered with `callback` when it ends, unless `keep` was called."""
 
@@ -231,12 +241,7 @@ def undo_of_random_numbers(only_torch: bool = False) -> Restore:
     if not only_torch:
         undos.append(partial(numpy.random.set_state, numpy.random.get_state()))
         undos.append(partial(random.setstate, random.getstate()))
-
-    def restore() -> None:
-        for undo in undos:
-            undo()
-
-    return restore
+    return all_of(*undos)
 
 
 def undo_of_attributes(objects: Iterable[Any]) -> Restore:

@@ -38,6 +38,7 @@ from fastgen.optimizer import trust
 from fastgen.optimizer.decoding.call import (
     GenerateCall,
     Restore,
+    all_of,
     undo_of_attributes,
     undo_of_random_numbers,
     undo_of_tensors,
@@ -271,13 +272,7 @@ class FirstUse:
         """Returns a function that restores random numbers, and what modules hold now."""
         modules = list(self.model.modules())
         foreign = [module for module in modules if is_users(type(module))]
-        undos = undo_of_random_numbers(), undo_of_tensors(modules), undo_of_attributes(foreign)
-
-        def restore() -> None:
-            for undo in undos:
-                undo()
-
-        return restore
+        return all_of(undo_of_random_numbers(), undo_of_tensors(modules), undo_of_attributes(foreign))
 
     def _ours(self, original: Callable, accelerated: Callable[..., Any]) -> list[Noted]:
         """Returns the results of fastgen's two ways. Raises NotComparable if fastgen does nothing in this call."""

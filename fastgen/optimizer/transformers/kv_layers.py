@@ -33,7 +33,7 @@ from transformers.cache_utils import (
 
 from fastgen.models.cache_names import CACHE_NAMES
 from fastgen.optimizer.decoding import report
-from fastgen.optimizer.decoding.call import Restore, Rollback, undo_of_attributes, undo_of_tensors
+from fastgen.optimizer.decoding.call import Restore, Rollback, all_of, undo_of_attributes, undo_of_tensors
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.report import LAYER_EMPTY, NOT_EMPTY, STEPS, LeaveAlone, Reason, check, leave_alone_for
 from fastgen.optimizer.decoding.segmented_kv import KV, cut
@@ -466,10 +466,4 @@ def undo_of(cache: Cache) -> Restore:
         return cache.reset
     stores = [store for kv in adopted_by(cache) for store in (kv, *kv.generated)]
     undo = undo_of_attributes([cache, *parts(cache), *layers_of(cache), *stores])
-    undo_writes = state_layers.undo_of_writes(layers_of(cache))
-
-    def restore() -> None:
-        undo()
-        undo_writes()
-
-    return restore
+    return all_of(undo, state_layers.undo_of_writes(layers_of(cache)))

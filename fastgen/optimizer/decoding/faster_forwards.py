@@ -175,7 +175,8 @@ class FasterForward:
             return self.faster.forward(call, self.module, *args, **kwargs)
         if len(args) == 1 and {NoneType}.issuperset(map(type, kwargs.values())):
             rows = args[0]
-            if (not isinstance(rows, Tensor) or rows.shape not in self.blas_shapes) and not is_watched():
+            uses_faster = not isinstance(rows, Tensor) or rows.shape not in self.blas_shapes
+            if uses_faster and not (torch._C._len_torch_function_stack() and is_watched()):
                 with torch._C.DisableTorchFunction():  # otherwise `FlashAttention` sees every attribute access
                     output = self.faster(self, rows, call)
                 if output is not None:

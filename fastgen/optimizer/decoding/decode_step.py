@@ -99,7 +99,8 @@ class StaticSteps:
         self.cache: StaticKVCache = graph.cache
 
     def outputs_of(self, loop: DecodeStep, tokens: Tensor, size: int, is_trial: bool) -> Any:
-        if size == 1 and loop.has_changed():  # drafts have checked this before a forward of several tokens
+        # Drafts have checked this before a forward of several tokens.
+        if size == 1 and loop.runs_user_code and loop.has_changed():
             return loop.mode.outputs_of(loop, tokens, size, is_trial)
         try:
             is_full = self.cache.generated_length == self.cache.capacity

@@ -10,14 +10,14 @@ tests/optimizer/transformers/test_refused_calls.py
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.cache_utils import Cache
@@ -155,8 +155,9 @@ class TransformersDecodeStep(DecodeStep):
     @cached_property
     def _tensors(self) -> list[Tensor]:
         """The parameters, buffers and plain tensors of all modules that count changes in place."""
-        tensors = (tensor for module in self.model.modules() for tensor in _tensors_of(module))
-        return [tensor for tensor in tensors if not tensor.is_inference()]
+        spaces = [(module._parameters, module._buffers, vars(module)) for module in self.model.modules()]
+        values = [value for of_module in spaces for space in of_module for value in space.values()]
+        return [value for value in values if isinstance(value, Tensor) and not value.is_inference()]
 
     # What the base class asks.
 
@@ -390,11 +391,6 @@ def needs_sync(device: torch.device) -> bool:
 
 
 _version = attrgetter("_version")  # counts changes in place
-
-
-def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    for values in (module._parameters, module._buffers, vars(module)):
-        yield from (value for value in values.values() if isinstance(value, Tensor))
 
 
 def _hidden_before(mask: Tensor, padding: int) -> Tensor:

@@ -79,20 +79,16 @@ class GraphCache:
         while self.entries and nbytes > self.most_bytes_of_call:
             self.entries.popitem(last=False)
 
-    def _most_bytes_kept(self, graph: CapturedGraph) -> int:
-        most = MOST_BYTES[self.device.type]
-        if self.device.type == "cpu" or self.in_training:
-            return most
-        free_without = int(free_memory(self.device)) + self._nbytes + graph.nbytes
-        return max(most, free_without // PART_KEPT)
-
     @property
     def _nbytes(self) -> int:
         return sum(map(_nbytes, self.entries.values()))
 
     def put(self, graph: CapturedGraph) -> None:
         """Stores a graph for later calls if they may use it; drops the least recently used if there are too many."""
-        most_bytes = self._most_bytes_kept(graph)
+        most_bytes = MOST_BYTES[self.device.type]
+        if self.device.type != "cpu" and not self.in_training:
+            free_without = int(free_memory(self.device)) + self._nbytes + graph.nbytes
+            most_bytes = max(most_bytes, free_without // PART_KEPT)
         if graph.is_useful and graph.nbytes <= most_bytes:
             graph.end_call()
             self.entries[graph.key] = graph

@@ -185,23 +185,8 @@ class TokenLoop:
 
     def advance(self, logits: Tensor, streamer: Any) -> bool:
         """Adds a token to each row, and returns whether all rows have ended."""
-        processors, draws = self.step.processors, self.config.do_sample
-        collects = self.outputs.collects
-        draws_by_row = draws and processors and not collects and type(processors[-1]) is RowDraws
-        by_row = processors[-1] if draws_by_row else None
-        if by_row is not None:
-            processors = type(processors)(processors[:-1])
-        if collects or may_write(processors):  # the next forward may overwrite them
-            logits = logits.clone()
-        scores = processors(self.input_ids, logits) if processors else logits
-        self.outputs.add(logits, scores)
-        previous_state = self.random.get_state() if draws and self.late is not None else None
-        if not draws:
-            tokens = torch.argmax(scores, dim=-1)
-        elif by_row is not None:
-            tokens = by_row.tokens(self.input_ids, scores, self.row_index)
-        else:  # with the library's operations, and random numbers for all rows
-            tokens = self.drawn(functional.softmax(scores, dim=-1))
+        previous_state = self.random.get_state() if self.config.do_sample and self.late is not None else None
+        tokens = self.chosen(logits)
         if self.pads:
             tokens = torch.where(self.unfinished, tokens, self.pad)
         self.input_ids = torch.cat([self.input_ids, tokens[:, None]], dim=1)
@@ -227,6 +212,25 @@ class TokenLoop:
             self.input_ids = self.input_ids[:, :-1]
             return True
         return is_last or self.input_ids.shape[1] >= self.config.max_length
+
+    def chosen(self, logits: Tensor) -> Tensor:
+        """Returns a token for each row from logits `[rows, vocabulary_size]`, and adds the step to the outputs."""
+        processors, draws = self.step.processors, self.config.do_sample
+        collects = self.outputs.collects
+        draws_by_row = draws and processors and not collects and type(processors[-1]) is RowDraws
+        by_row = processors[-1] if draws_by_row else None
+        if by_row is not None:
+            processors = type(processors)(processors[:-1])
+        if collects or may_write(processors):  # the next forward may overwrite them
+            logits = logits.clone()
+        scores = processors(self.input_ids, logits) if processors else logits
+        self.outputs.add(logits, scores)
+        if not draws:
+            return torch.argmax(scores, dim=-1)
+        if by_row is not None:
+            return by_row.tokens(self.input_ids, scores, self.row_index)
+        # With the library's operations, and random numbers for all rows.
+        return self.drawn(functional.softmax(scores, dim=-1))
 
     def has_full_length(self) -> bool:
         """Whether a criterion of the length ends all rows: it gets no tokens, and is not computed on the device."""

@@ -250,7 +250,7 @@ class CapturedStep:
         try:
             return self._captured_or_replayed(inputs, captures)
         except Exception as error:
-            if not self.cache.states.can_rewind:  # a proven replay broke off: the loop starts again
+            if not self.cache.can_rewind:  # a proven replay broke off: the loop starts again
                 raise
             self.drop()
             # If the function raises as well, the caller gets the error.
@@ -271,8 +271,8 @@ class CapturedStep:
             self.drop()
             return None
         is_proven = self.state is StepState.PROVEN
-        if self.cache.states.tensors and (replay.may_diverge or not is_proven):  # the run may be discarded
-            self.cache.states.save()
+        if self.cache.states and (replay.may_diverge or not is_proven):  # the run may be discarded
+            self.cache.save_states()
         try:
             outputs = replay.run(leaves) if is_proven else self._prove(replay, leaves, inputs, captures)
         except Diverged:
@@ -287,7 +287,7 @@ class CapturedStep:
     def capture(self, inputs: Any, backend: CpuCapture | CudaCapture) -> Any:
         """Captures the function with inputs like these, replacing an earlier capture; returns its output for them."""
         self.state, self.replay = StepState.DROPPED, None  # in case of an interruption
-        self.cache.states.save()
+        self.cache.save_states()
         replay = Replay(inputs)
         output = replay.capture(self.function, inputs, backend, self.cache.rewind)
         self.state, self.replay = StepState.CAPTURED, replay

@@ -14,11 +14,13 @@ Writers: a step, with `append`; the loop between two steps, with `reorder`; and 
 `advance` and fill another cache with `load`. Static caches follow Seamless, "Updating and retrieving KV cache". This
 module knows no host library.
 
-Tests: tests/optimizer/decoding/test_kv_cache.py, tests/optimizer/decoding/test_graphs.py
+Tests: tests/optimizer/decoding/test_kv_cache.py, tests/optimizer/decoding/test_graphs.py,
+tests/optimizer/decoding/test_row_states.py
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,7 +35,6 @@ from fastgen.ops.beams import Ancestors, follow, move_rows
 from fastgen.ops.shared_attention import Bounds, can_follow_ancestors
 from fastgen.ops.tracing import UnderAutocast
 from fastgen.optimizer.decoding.report import STEPS, LeaveAlone, Reason, check
-from fastgen.optimizer.decoding.row_states import RowStates, StateSpec, rows_of_states, specs_of
 from fastgen.optimizer.decoding.segmented_kv import KV, Segments, cut, in_segments, length_of, materialized
 
 SMALLEST_CAPACITY = 32
@@ -42,8 +43,8 @@ MOST_TOKENS = 12  # of one step
 
 PairSpec = tuple[tuple[Any, ...], ...]  # sizes, dtype and device, for keys and for values
 # Rows, rows per input, the number of growing layers, the generated pair of each; then for runs of layers with equal
-# prompts their number, and the segments of the prompt; then the states.
-Spec = tuple[int, int, int, PairSpec, tuple[tuple[int, tuple[PairSpec, ...]], ...], tuple[StateSpec, ...]]
+# prompts their number, and the segments of the prompt; then sizes, dtype and device of each state.
+Spec = tuple[int, int, int, PairSpec, tuple[tuple[int, tuple[PairSpec, ...]], ...], PairSpec]
 
 _kind = attrgetter("shape", "dtype", "device")
 _nbytes = attrgetter("nbytes")
@@ -113,7 +114,7 @@ class KVContent:
             rows_per_input=len(rows) // len(batch_index),
             prompts=prompts,
             generated=generated,
-            states=rows_of_states(self.states, rows),
+            states=[state.index_select(0, rows.to(state.device)) for state in self.states],
         )
 
     @cached_property
@@ -144,7 +145,8 @@ class KVContent:
             runs.append((count, tuple(map(_spec_of, prompt, lengths))))
         needed = max(most * for_all, self.generated_length + 1)
         generated = _spec_of(self.generated[0], capacity_for(needed, most))
-        return self.rows, self.rows_per_input, growing, generated, tuple(runs), specs_of(self.states)
+        states = tuple((*state.shape, state.dtype, state.device) for state in self.states)
+        return self.rows, self.rows_per_input, growing, generated, tuple(runs), states
 
 
 class StaticKVCache(Segments):
@@ -163,7 +165,10 @@ class StaticKVCache(Segments):
     see `Bounds`, of each growing layer in a step of one token; None on a CPU.
 
     by_table: whether reorders write a table of ancestors instead of moving rows, if the kernel of the steps reads it.
-    states: of layers without keys; `rewind` restores what they held before a discarded run.
+
+    states: of layers of linear attention and state spaces, `[rows, …]`, at fixed addresses. A step overwrites all of a
+    state, but only one position of keys. So a run that may be discarded (a capture, its comparison, a replay that may
+    diverge) is preceded by `save_states`, and `rewind` restores them. can_rewind: whether it can.
     """
 
     def __init__(self, spec: Spec, by_table: bool = False) -> None:
@@ -195,8 +200,12 @@ class StaticKVCache(Segments):
             for layer, first in enumerate(self.first_positions.split(1)):
                 self.bounds[layer] = Bounds(first, self.write_position, table)
         self._is_in_order = True  # False: keys and values of a row are in other rows
-        self.states = RowStates(states)
-        own = KVContent(self.rows, self.rows_per_input, self.prompts, self.by_layer, states=self.states.tensors)
+        stacks = {spec: _empty(spec, count) for spec, count in Counter(states).items()}
+        views = {spec: iter(stack.unbind()) for spec, stack in stacks.items()}
+        self.states = [next(views[spec]) for spec in states]
+        self._stacks = [*stacks.values()]  # states of one shape and dtype move together
+        self._saved: list[Tensor] = []
+        own = KVContent(self.rows, self.rows_per_input, self.prompts, self.by_layer, states=self.states)
         self.nbytes = own.nbytes
 
     def load(self, content: KVContent) -> None:
@@ -217,18 +226,29 @@ class StaticKVCache(Segments):
                 self._at_first[MOST_TOKENS:][layers] = length + self.dropped[first]
         self.padding = max(self.paddings)
         self.unmoved, self.generated_length = content.unmoved, content.generated_length
-        self.states.load(content.states)
+        for state, source in zip(self.states, content.states, strict=True):
+            state.copy_(source)
+        self._saved = []
         self.advance(0)
+
+    def save_states(self) -> None:
+        """Keeps the states for `rewind`."""
+        self._saved = [stack.clone() for stack in self._stacks]
+
+    @property
+    def can_rewind(self) -> bool:
+        return len(self._saved) == len(self._stacks)
 
     def rewind(self) -> None:
         """Undoes a run that does not count: resets the write position, and restores states that were saved."""
         self.advance(0)
-        self.states.rewind()
+        for stack, saved in zip(self._stacks, self._saved):
+            stack.copy_(saved)
 
     def advance(self, count: int = 1) -> None:
         """Counts the positions added to each layer; 0 resets the write position after a discarded attempt."""
-        if count and self.states.tensors:
-            self.states.commit()
+        if count:
+            self._saved = []
         self.generated_length += count
         torch.add(self._at_first, self.generated_length, out=self._counted)
 
@@ -273,8 +293,8 @@ class StaticKVCache(Segments):
 
     def reorder(self, beam_idx: Tensor, layer: int | None = None) -> None:
         """Overwrites row i with row `beam_idx[i]` of the same input, in all layers or in one with keys."""
-        if layer is None and self.states.tensors:
-            self.states.reorder(beam_idx)
+        if layer is None and self._stacks:
+            move_rows([stack.flatten(2)[:, :, None, None] for stack in self._stacks], beam_idx)
         if self.generated_length <= self.unmoved or (layer is not None and layer >= self.growing):
             return
         positions = slice(self.unmoved, self.generated_length)
@@ -306,8 +326,9 @@ class StaticKVCache(Segments):
         """Returns the content, without padding and spare capacity."""
         self._apply_ancestors()
         generated = [cut(pair, 0, self.generated_length) for pair in self.by_layer]
-        states = self.states.tensors
-        return KVContent(self.rows, self.rows_per_input, self._loaded, generated, self.unmoved, states, self.dropped)
+        return KVContent(
+            self.rows, self.rows_per_input, self._loaded, generated, self.unmoved, self.states, self.dropped
+        )
 
     def length(self, layer: int) -> int:
         """Returns the number of positions in the layer."""

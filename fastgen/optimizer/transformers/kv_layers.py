@@ -393,7 +393,7 @@ def view_of(cache: Cache, static: StaticKVCache) -> Cache:
             for layer in part.layers
         ]
     state_layers.separate(layers_of(view))
-    state_layers.put(layers_of(view), static.states.tensors)
+    state_layers.put(layers_of(view), static.states)
     return view
 
 
@@ -401,7 +401,7 @@ def use(cache: Cache, static: StaticKVCache) -> None:
     """Makes all layers of this cache those of a `StaticKVCache`, which releases their own memory."""
     for index, layer in enumerate(layers_with_keys(cache)):
         turn_into(_static_class(layer), layer, static, index)
-    state_layers.use(layers_of(cache), static.states.tensors)
+    state_layers.use(layers_of(cache), static.states)
 
 
 def _static_class(layer: Any) -> type[KVLayer]:

@@ -1,7 +1,7 @@
 """Layers of linear attention and state spaces: their states, and their views of a `StaticKVCache`.
 
 The library stores the states of a row in two dictionaries of a layer, and overwrites the tensors in place. So the
-library's own layers can be captured if they hold tensors at fixed addresses, those of `RowStates`:
+library's own layers can be captured if they hold tensors at fixed addresses, those of a `StaticKVCache`:
 
     loop's cache    LinearAttentionLayer ──use──> StateLayer ──to_dynamic_layer──> LinearAttentionLayer, with copies
     graph's view    LinearAttentionLayer with the same tensors

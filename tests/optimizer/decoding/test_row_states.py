@@ -6,7 +6,6 @@ from hooks import captures_of
 from torch import Tensor
 
 from fastgen.optimizer.decoding.graphs import CapturedStep, StepState
-from fastgen.optimizer.decoding.row_states import RowStates, specs_of
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 
 STATES = [torch.arange(12.0).view(3, 2, 2), torch.arange(6).view(3, 2), torch.arange(12.0, 24).view(3, 2, 2)]
@@ -22,13 +21,12 @@ def cache_with_states(states: list[Tensor] = STATES) -> StaticKVCache:
 
 
 def test_states_at_fixed_addresses_move_with_their_rows():
-    states = RowStates(specs_of(STATES))
-    states.load(STATES)
-    addresses = [tensor.data_ptr() for tensor in states.tensors]
-    states.reorder(torch.tensor([2, 2, 0]))
-    for tensor, state in zip(states.tensors, STATES, strict=True):
+    static = cache_with_states()
+    addresses = [tensor.data_ptr() for tensor in static.states]
+    static.reorder(torch.tensor([2, 2, 0]))
+    for tensor, state in zip(static.states, STATES, strict=True):
         assert torch.equal(tensor, state[[2, 2, 0]])
-    assert [tensor.data_ptr() for tensor in states.tensors] == addresses
+    assert [tensor.data_ptr() for tensor in static.states] == addresses
 
 
 def test_a_static_cache_reorders_and_compacts_its_states():
@@ -42,19 +40,19 @@ def test_a_static_cache_reorders_and_compacts_its_states():
 
 def test_states_are_rewound_until_the_run_counts():
     static = cache_with_states()
-    static.states.save()
-    static.states.tensors[0].add_(1)
+    static.save_states()
+    static.states[0].add_(1)
     static.rewind()
-    assert torch.equal(static.states.tensors[0], STATES[0])
-    static.states.tensors[0].add_(1)
+    assert torch.equal(static.states[0], STATES[0])
+    static.states[0].add_(1)
     static.advance()
     static.rewind()
-    assert torch.equal(static.states.tensors[0], STATES[0] + 1)
+    assert torch.equal(static.states[0], STATES[0] + 1)
 
 
 def test_each_run_of_a_step_advances_its_states_once():
     static = cache_with_states()
-    first = static.states.tensors[0]
+    first = static.states[0]
 
     def function(number: Tensor) -> Tensor:
         first.add_(number)
@@ -71,7 +69,7 @@ def test_each_run_of_a_step_advances_its_states_once():
 
 def test_states_of_a_replay_that_diverges_are_rewound():
     static = cache_with_states()
-    first = static.states.tensors[0]
+    first = static.states[0]
 
     def function(number: Tensor) -> Tensor:
         first.add_(1)
@@ -92,7 +90,7 @@ def test_states_of_a_replay_that_diverges_are_rewound():
 def test_an_error_in_a_proven_replay_is_not_hidden():
     """Its states are lost: the loop must start again."""
     static = cache_with_states()
-    first = static.states.tensors[0]
+    first = static.states[0]
     step = CapturedStep(lambda number: first.add_(number).sum()[None], static)
     for _ in range(3):
         step.run(torch.ones(1), captures_of([]))

@@ -150,8 +150,8 @@ def test_a_table_of_ancestors_gives_the_rows_of_a_reorder():
     caches = [StaticKVCache(content.spec(20), by_table) for by_table in (True, False)]
     for static in caches:
         static.load(content)
-    table = caches[0].bounds_of(0).ancestors
-    assert table.shape == (4, caches[0].capacity) and caches[1].bounds_of(0).ancestors is None
+    table = caches[0].bounds[0].ancestors
+    assert table.shape == (4, caches[0].capacity) and caches[1].bounds[0].ancestors is None
     for step, moves in enumerate([[1, 0, 2, 2], [0, 0, 3, 2], [1, 1, 3, 3], [0, 1, 2, 3], [1, 0, 3, 2]]):
         added, beam_idx = torch.randn(3, 2, 4, 2, 1, 64).half().cuda(), torch.tensor(moves).cuda()
         before = caches[0].buffers[0].clone()

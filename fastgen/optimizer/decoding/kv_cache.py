@@ -7,6 +7,12 @@ For B inputs with M rows (beams or samples) each:
     ...                                                           buffers grow towards `limit`
     n   cross         encoder's output [B, H, S, D]               (nothing is added)
 
+What a layer of a host's cache needs of a `KVCache`, or of a `StaticKVCache`, by its number:
+
+    append, read    adds positions of each row; returns all of a layer's, `[rows, kv_heads, length, head_dim]`
+    length, copy    the number of positions; keys and values in memory of their own
+    reorder         moves what is stored for each row
+
 See FastSeq §4.1. A captured step uses a `StaticKVCache` (static_kv_cache.py), filled with this cache's `content`. Both
 hosts use this module; it knows none.
 
@@ -30,7 +36,6 @@ from fastgen.optimizer.decoding.report import LAYER_EMPTY, STEPS, LeaveAlone, Re
 from fastgen.optimizer.decoding.segmented_kv import (
     KV,
     SegmentedKV,
-    Segments,
     cut,
     in_segments,
     length_of,
@@ -160,15 +165,21 @@ def _holders_of_new_buffer(layers: int) -> int | None:
     return _holders(buffer)
 
 
-class KVCache(Segments):
-    """`Segments` whose buffers grow, see the drawing above.
+class KVCache:
+    """Keys and values of `inputs` inputs of `rows_per_input` rows each, in buffers that grow, see the drawing above.
 
-    generated: where layers store new positions. stored_in: for each layer the `Generated` and the index in it; None if
+    prompts: for each layer, the segments `[copies, kv_heads, length, head_dim]` that no step writes. generated: where
+    layers store new positions. bounds: none, as in a `StaticKVCache` on a CPU. usage: counts the operations on keys and
+    values in segments, see `SegmentedKV`. stored_in: for each layer the `Generated` and the index in it; None if
     the layer does not grow. views: the results of `read`; None after a change.
     """
 
     def __init__(self, inputs: int, rows_per_input: int, usage: Counter[str] | None = None) -> None:
-        super().__init__(inputs, rows_per_input, usage)
+        self.rows = inputs * rows_per_input
+        self.rows_per_input = rows_per_input
+        self.usage: Counter[str] = Counter() if usage is None else usage
+        self.prompts: list[tuple[KV, ...]] = []
+        self.bounds: list[None] = []
         self.generated: list[Generated] = []
         self.stored_in: list[tuple[Generated, int] | None] = []
         self.views: list[tuple[SegmentedKV, SegmentedKV] | None] = []
@@ -194,6 +205,7 @@ class KVCache(Segments):
         count = len(prompts)
         self.prompts += prompts
         self.views += [None] * count
+        self.bounds += [None] * count
         if limit is None:
             self.stored_in += [None] * count
         else:

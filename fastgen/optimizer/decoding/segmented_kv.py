@@ -54,34 +54,6 @@ OPERATIONS = SDPA, MATMUL, BMM = "scaled_dot_product_attention", "matmul", "bmm"
 _TRANSPOSES = {PLAIN: TRANSPOSED, TRANSPOSED: PLAIN, FLAT: FLAT_TRANSPOSED, FLAT_TRANSPOSED: FLAT}
 
 
-class Segments:
-    """Keys and values of all layers of a decoder, for `inputs` inputs of `rows_per_input` rows each.
-
-    What a layer of a host's cache needs of them, by its number:
-
-        append, read    adds positions of each row; returns all of a layer's, `[rows, kv_heads, length, head_dim]`
-        length, copy    the number of positions; keys and values in memory of their own
-        reorder         moves what is stored for each row
-
-    prompts: for each layer, the segments `[copies, kv_heads, length, head_dim]` that no step writes. usage: counts the
-    operations on keys and values in segments, see `SegmentedKV`.
-    """
-
-    def __init__(self, inputs: int, rows_per_input: int, usage: Counter[str] | None = None) -> None:
-        self.rows = inputs * rows_per_input
-        self.rows_per_input = rows_per_input
-        self.prompts: list[tuple[KV, ...]] = []
-        self.usage: Counter[str] = Counter() if usage is None else usage
-
-    @property
-    def inputs(self) -> int:
-        return self.rows // self.rows_per_input
-
-    def bounds_of(self, layer: int) -> Bounds | None:
-        """Returns what hides positions of a layer from kernels; None if nothing is hidden."""
-        return None
-
-
 class SegmentedKV(Tensor):
     """Keys or values `[rows, kv_heads * groups, length, head_dim]` stored in segments.
 

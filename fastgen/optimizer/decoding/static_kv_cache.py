@@ -35,7 +35,7 @@ from fastgen.ops.beams import Ancestors, follow, move_rows
 from fastgen.ops.shared_attention import Bounds, can_follow_ancestors
 from fastgen.ops.tracing import UnderAutocast
 from fastgen.optimizer.decoding.report import STEPS, LeaveAlone, Reason, check
-from fastgen.optimizer.decoding.segmented_kv import KV, Segments, cut, in_segments, length_of, materialized
+from fastgen.optimizer.decoding.segmented_kv import KV, cut, in_segments, length_of, materialized
 
 SMALLEST_CAPACITY = 32
 
@@ -149,8 +149,8 @@ class KVContent:
         return self.rows, self.rows_per_input, growing, generated, tuple(runs), states
 
 
-class StaticKVCache(Segments):
-    """`Segments` at fixed addresses with spare capacity, see the drawing above.
+class StaticKVCache:
+    """What a `KVCache` holds, at fixed addresses with spare capacity, see the drawing above.
 
     prompts: as in `KVContent`, but the first segment begins with padding: in cross-attention if there is any, otherwise
     in self-attention. paddings: the number of its positions in each layer; padding: the largest. growing: the number
@@ -172,8 +172,9 @@ class StaticKVCache(Segments):
     """
 
     def __init__(self, spec: Spec, by_table: bool = False) -> None:
-        rows, rows_per_input, self.growing, generated, runs, states = spec
-        super().__init__(rows // rows_per_input, rows_per_input)
+        self.rows, self.rows_per_input, self.growing, generated, runs, states = spec
+        self.usage: Counter[str] = Counter()
+        self.prompts: list[tuple[KV, ...]] = []
         for count, prompt in runs:
             self.prompts += [tuple(tuple(map(_empty, pair)) for pair in prompt) for _ in range(count)]
         self.buffers = [_empty(states, self.growing) for states in generated]
@@ -267,9 +268,6 @@ class StaticKVCache(Segments):
         """Returns what attention sees: the prompt's segments, and the buffer `[rows, kv_heads, capacity, head_dim]`."""
         prompt = self.prompts[layer]
         return (*prompt, self.by_layer[layer]) if layer < self.growing else prompt
-
-    def bounds_of(self, layer: int) -> Bounds | None:
-        return self.bounds[layer]
 
     def read(self, layer: int, tokens: int = 1) -> KV:
         """Returns keys and values `[rows, kv_heads, length, head_dim]` with padding and spare capacity.

@@ -69,7 +69,7 @@ class DecodingState(dict):
 
     def over(self, static: StaticKVCache) -> DecodingState:
         """Returns the state of a captured step, whose keys and values are in this static cache."""
-        state = DecodingState(self.plan, static.inputs, self.rows_per_input, static.capacity)
+        state = DecodingState(self.plan, static.rows // static.rows_per_input, self.rows_per_input, static.capacity)
         state.kv = static
         # The layers already hold what they need of it.
         state.encoder_out = {

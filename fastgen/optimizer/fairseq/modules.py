@@ -85,7 +85,7 @@ def self_attention(attention: Any, query: Tensor, state: DecodingState) -> Tenso
     segments = state.kv.segments(layer)
     count("scaled_dot_product_attention" if len(segments) == 1 else "shared_attention")
     keys, values = zip(*segments)
-    attended = shared_attention(queries, keys, values, mask, scale, state.kv.bounds_of(layer))
+    attended = shared_attention(queries, keys, values, mask, scale, state.kv.bounds[layer])
     return attention.out_proj(_join_heads(attended))
 
 

@@ -104,7 +104,7 @@ class AdoptPlan:
 
 def _inputs_of_rows(kv: KVCache) -> Tensor:
     """Returns the input of each row, int64, on the host."""
-    return torch.arange(kv.inputs, device="cpu").repeat_interleave(kv.rows_per_input)
+    return torch.arange(kv.rows, device="cpu") // kv.rows_per_input
 
 
 def adopt(

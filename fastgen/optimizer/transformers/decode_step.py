@@ -215,12 +215,12 @@ class TransformersDecodeStep(DecodeStep):
 
     def use(self, static: StaticKVCache) -> None:
         self._masks.forget()
-        if not kv_layers.is_adopted(self._dynamic):
-            self.call.on_exit.callback(kv_layers.give_back, ref(self._dynamic))
+        if self.mode.cache is None:  # the loop's first static cache
+            self.call.on_exit.callback(kv_layers.give_back, ref(self._dynamic), from_static=True)
         kv_layers.use(self._dynamic, static)
 
     def leave(self, static: StaticKVCache) -> None:
-        kv_layers.give_back(ref(self._dynamic))
+        kv_layers.give_back(ref(self._dynamic), from_static=True)
         self.arguments[self._cache_name] = self._dynamic
 
     def keep_states(self) -> None:

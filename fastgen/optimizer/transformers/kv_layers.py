@@ -39,7 +39,7 @@ from fastgen.optimizer.decoding.report import LAYER_EMPTY, NOT_EMPTY, STEPS, Lea
 from fastgen.optimizer.decoding.segmented_kv import KV, cut
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 from fastgen.optimizer.transformers import state_layers
-from fastgen.optimizer.transformers.state_layers import HybridLayer, StateLayer
+from fastgen.optimizer.transformers.state_layers import HybridLayer
 
 
 class KVLayer(DynamicLayer):
@@ -229,7 +229,7 @@ def unsupported_types(cache: object) -> list[Reason]:
         if getattr(part, "offloading", False):
             return [Reason("CACHE_OFFLOADED", "the cache is offloaded to the CPU")]
         kinds = set(map(type, part.layers))
-        modules = {DynamicLayer.__module__, KVLayer.__module__, StateLayer.__module__}
+        modules = {DynamicLayer.__module__, KVLayer.__module__}
         if not modules.issuperset(map(attrgetter("__module__"), kinds)):
             foreign = sorted(kind.__name__ for kind in kinds if kind.__module__ not in modules)
             text = f"the cache has layers of the model's own classes ({', '.join(foreign)})"
@@ -242,12 +242,17 @@ def is_plain(layer: Any, adopted: dict[Any, type[KVLayer]] = ADOPTED) -> bool:
     return type(layer) in adopted and not getattr(layer, "record_past", False)  # used to roll back a window
 
 
-def give_back(cache_ref: ref[Cache]) -> None:
-    """Makes the layers of a cache the library's again, if the caller or user code still holds it."""
+def give_back(cache_ref: ref[Cache], from_static: bool = False) -> None:
+    """Makes the layers of a cache the library's again, if the caller or user code still holds it.
+
+    from_static: whether they are a `StaticKVCache`'s, so that layers without keys get copies of their states.
+    """
     cache = cache_ref()
     for layer in () if cache is None else layers_of(cache):
-        if isinstance(layer, (KVLayer, StateLayer)):
+        if isinstance(layer, KVLayer):
             layer.to_dynamic_layer()
+        elif from_static:
+            state_layers.own_states(layer)
 
 
 def select_rows(cache: Cache, rows: Tensor) -> None:
@@ -401,7 +406,7 @@ def use(cache: Cache, static: StaticKVCache) -> None:
     """Makes all layers of this cache those of a `StaticKVCache`, which releases their own memory."""
     for index, layer in enumerate(layers_with_keys(cache)):
         turn_into(_static_class(layer), layer, static, index)
-    state_layers.use(layers_of(cache), static.states)
+    state_layers.put(layers_of(cache), static.states)
 
 
 def _static_class(layer: Any) -> type[KVLayer]:
@@ -427,11 +432,6 @@ def layers_of(cache: object) -> list[Any]:
 def layers_with_keys(cache: object) -> list[Any]:
     """Returns the layers of all `parts` that store keys."""
     return [layer for layer in layers_of(cache) if not state_layers.is_without_keys(layer)]
-
-
-def is_adopted(cache: object) -> bool:
-    """Whether layers of this cache belong to a `KVCache` or a `StaticKVCache`."""
-    return any(isinstance(layer, (KVLayer, StateLayer)) for layer in layers_of(cache))
 
 
 def is_static(cache: object) -> bool:

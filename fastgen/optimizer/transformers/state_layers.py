@@ -3,7 +3,7 @@
 The library stores the states of a row in two dictionaries of a layer, and overwrites the tensors in place. So the
 library's own layers can be captured if they hold tensors at fixed addresses, those of a `StaticKVCache`:
 
-    loop's cache    LinearAttentionLayer ──use──> StateLayer ──to_dynamic_layer──> LinearAttentionLayer, with copies
+    loop's cache    LinearAttentionLayer ──put──> with the cache's tensors ──own_states──> with copies
     graph's view    LinearAttentionLayer with the same tensors
 
 Layers with keys *and* states are in kv_layers.py (`KVHybridLayer`), which calls these functions.
@@ -34,26 +34,9 @@ DICTIONARIES = ("conv_states", "recurrent_states")
 Slot = tuple[dict[int, Any], int]  # a dictionary, and the number of a state in it
 
 
-class StateLayer(LinearAttentionLayer):
-    """A `LinearAttentionLayer` of the loop's cache, whose states are those of a `StaticKVCache`."""
-
-    def to_dynamic_layer(self) -> Any:
-        """Makes this layer the library's, with copies of the states."""
-        own_states(self)
-        self.__class__ = LinearAttentionLayer
-        return self
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.to_dynamic_layer().reorder_cache(beam_idx)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Makes copies and pickles layers of the library."""
-        return self.to_dynamic_layer().__reduce_ex__(protocol)
-
-
 def has_only_states(layer: object) -> bool:
-    """Whether this is the library's layer without keys, or a `StateLayer`."""
-    return type(layer) in (LinearAttentionLayer, StateLayer) and type(layer) is not DynamicLayer
+    """Whether this is the library's layer without keys."""
+    return type(layer) is LinearAttentionLayer and type(layer) is not DynamicLayer
 
 
 def is_without_keys(layer: object) -> bool:
@@ -99,14 +82,6 @@ def own_states(layer: Any) -> None:
 def move(layer: Any, rows: Tensor) -> None:
     """Makes row i of each state what its row `rows[i]` was (int64); there may be more rows than before."""
     put([layer], [state.index_select(0, rows.to(state.device)) for state in states_of([layer])])
-
-
-def use(layers: Iterable[Any], tensors: Iterable[Tensor]) -> None:
-    """Makes these layers of the loop's cache hold the states of a `StaticKVCache`."""
-    layers = [*layers]
-    put(layers, tensors)
-    for layer in filter(has_only_states, layers):
-        layer.__class__ = StateLayer
 
 
 def content_of(states: Sequence[Tensor]) -> KVContent:

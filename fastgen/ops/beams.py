@@ -202,6 +202,12 @@ KERNELS = (Kernel("C++", _reasons, _choose, "cpu", _can_choose), Kernel("torch",
 # Rows.
 
 
+def on_device(values: Sequence[int], device: torch.device) -> Tensor:
+    """Copies numbers of the host (int64) to the device, without waiting for it."""
+    numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
+
+
 def move_rows(buffers: Sequence[Tensor], beam_idx: Tensor) -> None:
     """Overwrites row i of each buffer `[layers, rows, heads, length, width]` with its row `beam_idx[i]`.
 

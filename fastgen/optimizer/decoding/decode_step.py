@@ -22,7 +22,7 @@ Tests: tests/optimizer/transformers/test_captured_steps.py tests/optimizer/fairs
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
@@ -204,12 +204,6 @@ def staying_in_halves(unfinished: list[int], count: int, most: int = 1, rows: in
 def _power_of_two(count: int) -> int:
     """Returns the smallest power of two that is not below `count`, which is positive."""
     return 1 << (count - 1).bit_length()
-
-
-def on_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """Copies numbers of the host (int64) to the device, without waiting for it."""
-    numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
 class DecodeStep(AbstractContextManager["DecodeStep"]):

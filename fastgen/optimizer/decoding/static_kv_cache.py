@@ -23,15 +23,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import chain, groupby
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastgen.ops.beams import Ancestors, follow, move_rows
+from fastgen.ops.beams import Ancestors, follow, move_rows, on_device
 from fastgen.ops.shared_attention import Bounds, can_follow_ancestors
 from fastgen.ops.tracing import UnderAutocast
 from fastgen.optimizer.decoding.report import STEPS, LeaveAlone, Reason, check
@@ -42,9 +41,9 @@ SMALLEST_CAPACITY = 32
 MOST_TOKENS = 12  # of one step
 
 PairSpec = tuple[tuple[Any, ...], ...]  # sizes, dtype and device, for keys and for values
-# Rows, rows per input, the number of growing layers, the generated pair of each; then for runs of layers with equal
-# prompts their number, and the segments of the prompt; then sizes, dtype and device of each state.
-Spec = tuple[int, int, int, PairSpec, tuple[tuple[int, tuple[PairSpec, ...]], ...], PairSpec]
+# Rows, rows per input, the number of growing layers, the generated pair of each; then the segments of each layer's
+# prompt; then sizes, dtype and device of each state.
+Spec = tuple[int, int, int, PairSpec, tuple[tuple[PairSpec, ...], ...], PairSpec]
 
 _kind = attrgetter("shape", "dtype", "device")
 _nbytes = attrgetter("nbytes")
@@ -117,17 +116,6 @@ class KVContent:
             states=[state.index_select(0, rows.to(state.device)) for state in self.states],
         )
 
-    @cached_property
-    def runs(self) -> list[tuple[int, int]]:
-        """The first layer and the number of consecutive layers with equal prompts."""
-        growing = len(self.generated)
-        kinds = [(layer < growing, *map(_kind, chain(*prompt))) for layer, prompt in enumerate(self.prompts)]
-        runs = []
-        for _, group in groupby(range(len(kinds)), key=kinds.__getitem__):
-            first, *rest = group
-            runs.append((first, 1 + len(rest)))
-        return runs
-
     def spec(self, most: int, exact_lengths: bool = False, for_all: bool = False) -> Spec:
         """Returns the shapes, capacities, dtypes and devices of a static cache for this content.
 
@@ -136,17 +124,16 @@ class KVContent:
         """
         growing = len(self.generated)
         is_padded = growing == len(self.prompts)  # whether self-attention is, and not cross-attention
-        runs = []
-        for first, count in self.runs:
-            prompt = self.prompts[first]
+        prompts = []
+        for layer, prompt in enumerate(self.prompts):
             lengths = [keys.shape[2] for keys, _ in prompt]
-            if prompt and (first >= growing or is_padded) and not exact_lengths:
+            if prompt and (layer >= growing or is_padded) and not exact_lengths:
                 lengths[0] = rounded(lengths[0])
-            runs.append((count, tuple(map(_spec_of, prompt, lengths))))
+            prompts.append(tuple(map(_spec_of, prompt, lengths)))
         needed = max(most * for_all, self.generated_length + 1)
         generated = _spec_of(self.generated[0], capacity_for(needed, most))
         states = tuple((*state.shape, state.dtype, state.device) for state in self.states)
-        return self.rows, self.rows_per_input, growing, generated, tuple(runs), states
+        return self.rows, self.rows_per_input, growing, generated, tuple(prompts), states
 
 
 class StaticKVCache:
@@ -172,11 +159,9 @@ class StaticKVCache:
     """
 
     def __init__(self, spec: Spec, by_table: bool = False) -> None:
-        self.rows, self.rows_per_input, self.growing, generated, runs, states = spec
+        self.rows, self.rows_per_input, self.growing, generated, prompts, states = spec
         self.usage: Counter[str] = Counter()
-        self.prompts: list[tuple[KV, ...]] = []
-        for count, prompt in runs:
-            self.prompts += [tuple(tuple(map(_empty, pair)) for pair in prompt) for _ in range(count)]
+        self.prompts: list[tuple[KV, ...]] = [tuple(tuple(map(_empty, pair)) for pair in prompt) for prompt in prompts]
         self.buffers = [_empty(states, self.growing) for states in generated]
         self.by_layer: list[KV] = list(zip(*map(torch.unbind, self.buffers)))
         self._loaded: list[tuple[KV, ...]] = []  # prompts without padding
@@ -187,11 +172,12 @@ class StaticKVCache:
         self.capacity = self.buffers[0].shape[3]
         # What `advance` sets in one launch, and what it is when nothing is generated.
         self._counted = torch.zeros(MOST_TOKENS + self.growing, dtype=torch.int64, device=self.buffers[0].device)
-        self._at_first = torch.zeros_like(self._counted)
-        torch.arange(MOST_TOKENS, out=self._at_first[:MOST_TOKENS])
+        positions = self._counted.new_zeros(MOST_TOKENS + 2 * self.growing)
+        torch.arange(MOST_TOKENS, out=positions[:MOST_TOKENS])
+        self._at_first, self.first_positions = positions.split((MOST_TOKENS + self.growing, self.growing))
+        self._of_prompts = positions[MOST_TOKENS:]  # what `load` sets in one launch
         self.write_positions, self.seq_lengths = self._counted[:MOST_TOKENS], self._counted[MOST_TOKENS:]
         self.write_position = self.write_positions[:1]
-        self.first_positions = torch.zeros_like(self.seq_lengths)
         self.bounds: list[Bounds | None] = [None] * len(self.prompts)
         self._ancestors: Ancestors | None = None
         if self.write_position.is_cuda:
@@ -216,15 +202,11 @@ class StaticKVCache:
         for pair, source in zip(self.by_layer, content.generated):
             _copy_in(pair, source, 0)
         self.dropped = content.dropped or [0] * self.growing
-        for first, count in content.runs:
-            length = length_of(content.prompts[first])
-            layers = slice(first, first + count)
-            self.prompt_lengths[layers] = [length] * count
-            padding = length_of(self.prompts[first]) - length
-            self.paddings[layers] = [padding] * count
-            if first < self.growing:
-                self.first_positions[layers] = padding
-                self._at_first[MOST_TOKENS:][layers] = length + self.dropped[first]
+        self.prompt_lengths = [length_of(prompt) for prompt in content.prompts]
+        self.paddings = [length_of(prompt) - length for prompt, length in zip(self.prompts, self.prompt_lengths)]
+        seq_lengths = [length + dropped for length, dropped in zip(self.prompt_lengths, self.dropped)]
+        positions = [*seq_lengths, *self.paddings[: self.growing]]
+        self._of_prompts.copy_(on_device(positions, self._of_prompts.device))
         self.padding = max(self.paddings)
         self.unmoved, self.generated_length = content.unmoved, content.generated_length
         for state, source in zip(self.states, content.states, strict=True):

@@ -28,9 +28,9 @@ from fairseq.search import BeamSearch, Sampling
 from fairseq.sequence_generator import SequenceGenerator
 from torch import Tensor
 
-from fastgen.ops.beams import Ancestors, follow
+from fastgen.ops.beams import Ancestors, follow, on_device
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.decode_step import on_device, staying_in_halves
+from fastgen.optimizer.decoding.decode_step import staying_in_halves
 from fastgen.optimizer.fairseq.checks import computes_prompt_in_one_pass
 from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqDecodeStep
 from fastgen.provenance import comes_with

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fastgen.ops.beams import Candidates, best_of_all, best_of_allowed, best_of_different
+from fastgen.ops.beams import Candidates, best_of_all, best_of_allowed, best_of_different, on_device
 from fastgen.optimizer.decoding.call import count
 from fastgen.optimizer.decoding.captures import can_capture
-from fastgen.optimizer.decoding.decode_step import LateFlags, on_device, staying_in_halves
+from fastgen.optimizer.decoding.decode_step import LateFlags, staying_in_halves
 from fastgen.optimizer.decoding.report import LOOP, Reason
 from fastgen.optimizer.transformers import compat
 from fastgen.optimizer.transformers.checks import CallChecks, current_call

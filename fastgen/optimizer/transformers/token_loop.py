@@ -18,10 +18,11 @@ from torch.nn import functional
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from fastgen.config import CONFIG
+from fastgen.ops.beams import on_device
 from fastgen.ops.probes import probe
 from fastgen.optimizer.decoding.captures import can_capture, unwanted_reasons
 from fastgen.optimizer.decoding.cost_model import CostModel, ModelSize, Work, size_of
-from fastgen.optimizer.decoding.decode_step import LateFlags, on_device, staying_in_halves
+from fastgen.optimizer.decoding.decode_step import LateFlags, staying_in_halves
 from fastgen.optimizer.decoding.report import DRAFTS, LOOP, STEPS, Reason, check, that_hold
 from fastgen.optimizer.transformers import compat
 from fastgen.optimizer.transformers.checks import CallChecks

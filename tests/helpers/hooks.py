@@ -180,9 +180,8 @@ def captures_of(refused: list[Any]) -> SimpleNamespace:
 
     graphs = SimpleNamespace(refused=refused, backend=CpuCapture())
     loop = SimpleNamespace(logits_of=lambda outputs: outputs)
-    policy = SimpleNamespace(is_trusted=lambda state: True)
     call = SimpleNamespace(report=SimpleNamespace(kernels=Counter()))
-    return SimpleNamespace(graphs=graphs, loop=loop, policy=policy, call=call, refuse=refused.append)
+    return SimpleNamespace(graphs=graphs, loop=loop, remembers=True, call=call, refuse=refused.append)
 
 
 def holds_graphs(model: Any) -> bool:

@@ -1,7 +1,6 @@
 """When the steps of a loop are captured, and which captures of earlier calls are used.
 
     Captures          of one loop: begins to capture, and holds the graphs meanwhile
-      ├─ CapturePolicy    what is taken over from earlier calls; with FASTGEN_REPEATABLE=1 nothing that shows
       └─ GraphCache       of the model: its captured steps between two calls, and what calls have found out
 
 Each call runs one forward eagerly, and compares its logits with the first graph's for the same tokens before it
@@ -28,7 +27,7 @@ from fastgen.ops.shared_attention import can_follow_ancestors
 from fastgen.ops.tracing import NotRepeatable, is_transformed, is_watched
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.cost_model import CostModel, ModelSize, first_weight, size_of
-from fastgen.optimizer.decoding.graph_cache import GraphCache, graphs_of
+from fastgen.optimizer.decoding.graph_cache import graphs_of
 from fastgen.optimizer.decoding.graphs import (
     EXPECTED,
     CapturedGraph,
@@ -47,54 +46,22 @@ class CannotPad(Exception):
     """No mask among the inputs can hide the padding of a cache."""
 
 
-class CapturePolicy:
-    """What a call takes over from earlier calls.
+class Captures:
+    """The captures of one loop, a `DecodeStep`: begins them, and holds the model's graphs until the loop ends.
 
     The path of a step (the loop's cache or a static one, the forward or a replay) determines its last bits. So with
     FASTGEN_REPEATABLE=1 a call takes the path that it would take as the first one, and captures of earlier calls only
     save it its own. Otherwise it remembers: it uses them at once, captures what many short calls would have used, and
-    trusts what earlier calls have proven and measured of drafts.
-    """
-
-    def __init__(self) -> None:
-        self.remembers = not CONFIG.repeatable
-
-    def uses(self, current: int, previous: int) -> int:
-        """Returns the uses of a new capture: those of this call, and those that earlier calls would have had for it."""
-        return current + previous if self.remembers else current
-
-    def may_reuse(self, graphs: GraphCache) -> bool:
-        """Whether a call may use graphs before it would have captured them itself."""
-        return self.remembers and bool(graphs.entries)
-
-    def take(self, graph: CapturedGraph) -> None:
-        """Called with the graph of an earlier call that the loop is about to fill."""
-        if not self.remembers:
-            graph.forget_drafts()
-
-    def replays(self, step: CapturedStep) -> bool:
-        """Whether the next run of a step is a replay."""
-        return step.replay is not None and (self.remembers or step.is_used)
-
-    def is_trusted(self, state: StepState) -> bool:
-        """Whether a step in this state has been right before, so that an error drops only this step."""
-        return self.remembers and state is StepState.PROVEN
-
-    def is_lasting(self, cause: Exception | str) -> bool:
-        """Whether what this call has found out counts for later ones; the model's code causes NotRepeatable."""
-        return self.remembers or isinstance(cause, NotRepeatable)
-
-
-class Captures:
-    """The captures of one loop, a `DecodeStep`: begins them, and holds the model's graphs until the loop ends.
+    trusts what earlier calls have proven.
 
     forwards: their number since the prefill or the last compaction. most: the most positions that a row can generate.
+    remembers: whether what earlier calls have found out shows in this one.
     """
 
     def __init__(self, loop: Any) -> None:
         self.loop = loop
         self.call: GenerateCall = loop.call
-        self.policy = CapturePolicy()
+        self.remembers = not CONFIG.repeatable
         self.graphs = graphs_of(loop.model, first_weight(loop.checks.decoder))
         self.most = 0
         self._is_held = False  # True: this call alone may use the graphs
@@ -112,7 +79,7 @@ class Captures:
         self.graphs.entries.clear()
         loop.mode.drop_captures()
         refused = self.graphs.refused = [reason_of(cause, loop.model)]
-        if not self.policy.is_lasting(cause):
+        if not (self.remembers or isinstance(cause, NotRepeatable)):  # the model's code causes NotRepeatable
             self.call.on_exit.callback(refused.clear)
         is_unchanged = self.call.facts_of(loop.model, loop.checks.known_code).guards.check() is None
         if warns and not isinstance(cause, EXPECTED) and is_unchanged:
@@ -124,7 +91,12 @@ class Captures:
     def begins_next(self) -> bool:
         """Whether `begin` may look for a graph, or create one, after the next forward."""
         forwards = self.forwards + 1
-        return forwards >= self._next_attempt and (self._is_late(forwards) or self.policy.may_reuse(self.graphs))
+        return forwards >= self._next_attempt and (self._is_late(forwards) or self._may_reuse)
+
+    @property
+    def _may_reuse(self) -> bool:
+        """Whether the call may use graphs before it would have captured them itself."""
+        return self.remembers and bool(self.graphs.entries)
 
     def wants_new(self, left: int) -> bool:
         """Whether a new graph is worthwhile for at most `left` further steps: not early, since many calls end early."""
@@ -153,7 +125,7 @@ class Captures:
         reasons = graphs.refused or ([] if self.call.change_of(loop.model) is None else loop.checks.rows)
         if reasons:
             loop.captures = None
-        elif (wants_new := self._wants_first(left)) or self.policy.may_reuse(graphs):
+        elif (wants_new := self._wants_first(left)) or self._may_reuse:
             try:
                 graph = self._first_graph(tokens, loop.logits_of(outputs), size, left, wants_new)
             except LeaveAlone as left_alone:
@@ -171,7 +143,7 @@ class Captures:
     def _wants_first(self, left: int) -> bool:
         """Whether a new graph is worthwhile for `left` steps and those of earlier calls; if not, these count later."""
         without, rows = self.graphs.steps_without, self.loop.rows
-        wants_new = self.wants_new(self.policy.uses(left, without[rows]))
+        wants_new = self.wants_new(left + without[rows] * self.remembers)
         if self._is_late(self.forwards) and not wants_new:
             without[rows] += left
         return wants_new
@@ -202,9 +174,9 @@ class Captures:
         graph = self.graph_of(content, key)
         try:
             inputs = loop.inputs(tokens, graph, size)
-        except CannotPad as error:
+        except CannotPad:
             self._has_exact_lengths = True
-            graphs.has_exact_lengths |= self.policy.is_lasting(error)
+            graphs.has_exact_lengths |= self.remembers
             graphs.put(graph)
             graph = self.graph_of(content)
             inputs = loop.inputs(tokens, graph, size)
@@ -226,10 +198,10 @@ class Captures:
         step = graph.step(size)
         if self.graphs.refused or step.state is StepState.DROPPED:
             return None
-        if self.policy.replays(step):
+        if step.replay is not None and (self.remembers or step.is_used):
             return step
         left = (self.most - graph.cache.generated_length) // size
-        return step if self.wants_new(self.policy.uses(left, graph.wanted[size])) else None
+        return step if self.wants_new(left + graph.wanted[size] * self.remembers) else None
 
     def should_leave(self, leaving: int, steps_left: int) -> bool:
         """Whether `leaving` rows should leave the batch, if at most `steps_left` steps follow.
@@ -243,11 +215,11 @@ class Captures:
         unused = 1 - cache.generated_length / cache.capacity
         nbytes = cache.nbytes - unused * sum(buffer.nbytes for buffer in cache.buffers)
         rows = loop.rows - leaving
-        graphs = self.graphs.entries.values() if self.policy.remembers else ()
+        graphs = self.graphs.entries.values() if self.remembers else ()
         is_captured = any(graph.cache.rows == rows and _lengths(graph.cache) == _lengths(cache) for graph in graphs)
         steps = min(steps_left, max(loop.steps, self.call.costs.min_steps_expected))
         if not is_captured:
-            steps = self.policy.uses(steps, self.graphs.steps_without[rows])
+            steps += self.graphs.steps_without[rows] * self.remembers
         size = size_of(loop.checks.decoder, loop.checks.known_code)
         is_worth = is_worth_leaving(self.call.costs, size, loop.rows, rows, nbytes, steps, is_captured, device)
         self.graphs.steps_without[rows] += not is_worth
@@ -266,8 +238,8 @@ class Captures:
             model = ref(loop.model)
             forward = type(loop).forward
             graph = CapturedGraph(lambda inputs: forward(model(), inputs, view), static, view, key)
-        else:
-            self.policy.take(graph)
+        elif not self.remembers:
+            graph.forget_drafts()
         graph.begin(content)
         return graph
 

@@ -256,7 +256,8 @@ class CapturedStep:
             # If the function raises as well, the caller gets the error.
             outputs = None if isinstance(error, EXPECTED) else self.function(inputs)
             # Of a step that was right before, an error in this branch of the function drops this step alone.
-            if not (isinstance(error, (NotRepeatable, Diverged)) and captures.policy.is_trusted(state)):
+            was_right = captures.remembers and state is StepState.PROVEN
+            if not (was_right and isinstance(error, (NotRepeatable, Diverged))):
                 captures.refuse(error)
             return outputs
 

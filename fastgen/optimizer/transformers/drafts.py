@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import Cache
 
+from fastgen.config import CONFIG
 from fastgen.models.cache_names import CACHE_NAMES
-from fastgen.optimizer.decoding.captures import CapturePolicy
 from fastgen.optimizer.decoding.cost_model import ForwardTimes, size_of
 from fastgen.optimizer.decoding.drafts import Drafts, Text
 from fastgen.optimizer.decoding.graphs import differs_sync
@@ -91,7 +91,8 @@ class DraftedSteps:
 
     def __init__(self, step: Any, sources: list[list[int]]) -> None:
         self.step, self.sources = step, sources
-        self.call, self.model, self.policy = step.call, step.model, CapturePolicy()
+        self.call, self.model = step.call, step.model
+        self.remembers = not CONFIG.repeatable  # what earlier calls have proven and measured
         self.drafts = Drafts([], self._cost, _padding_of(step))
         self.checked: Checked | None = None
         self.trial: Checked | None = None
@@ -112,7 +113,7 @@ class DraftedSteps:
     def proofs(self) -> dict[Kind, list[Reason]]:
         """For each kind of forward that was compared: the reasons against drafts, none if it was right."""
         facts = self.call.facts_of(self.model, self.step.checks.known_code)
-        return facts.proofs if self.policy.remembers else self._own_proofs
+        return facts.proofs if self.remembers else self._own_proofs
 
     def logits_sync(self, input_ids: Tensor) -> Tensor:
         """Returns the logits `[rows, vocabulary_size]`, float32, of the token after input_ids `[rows, length]`."""
@@ -182,7 +183,7 @@ class DraftedSteps:
     def _cost(self, rows: int, size: int) -> float:
         """Returns what a forward of `size` tokens per row takes, in steps of one token, if both run alike."""
         path = "eager" if self.step.mode.cache is None else "replay"
-        times = self._times_of(self.kind) if self.policy.remembers else None
+        times = self._times_of(self.kind) if self.remembers else None
         return self.call.costs.steps_of_forward(rows, size, times, path)
 
     def _overhead(self, size: int) -> float:

@@ -183,7 +183,8 @@ def computes_prompt_in_one_pass(generator: SequenceGenerator, plans: list[ModelP
 class CallChecks:
     """The reasons why parts of a call are left to fairseq: a table for each part, in which no reason may hold.
 
-    max_len: None if the sample has no source. plans: the plan of each model of the ensemble.
+    max_len: the number of steps after the first; None if the sample has no source. plans: the plan of each model of
+    the ensemble.
     """
 
     known_code = KNOWN
@@ -201,7 +202,8 @@ class CallChecks:
         self.generator = generator
         self.model = generator.model.single_model
         self.decoder: Any = getattr(self.model, "decoder", None)
-        self.max_len, self.first_token, self.prefixes, self.constraints = max_len, first_token, prefixes, constraints
+        self.max_len: Any = max_len
+        self.first_token, self.prefixes, self.constraints = first_token, prefixes, constraints
         self.facts = [call.facts_of(model, KNOWN) for model in generator.model.models]
         self.plans = [*map(plan, generator.model.models, self.facts)]
 

@@ -163,15 +163,15 @@ class DecodingState(dict):
 class FairseqDecodeStep(DecodeStep):
     """Runs all models of a generator; the rows of a sentence are adjacent.
 
-    max_len: the number of steps after the first. may_capture: only with one model. mask: of the source in captured
+    may_capture: only with one model. mask: of the source in captured
     steps, `[inputs, 1, 1, source_length]`; None if nothing is hidden. After an error of fastgen nothing is rolled back
     here: fairseq creates new states, and `generate` restores random numbers.
     """
 
     host = "fairseq"
 
-    def __init__(self, checks: CallChecks, states: list[DecodingState], max_len: int, may_capture: bool) -> None:
-        max_length = max_len + 2  # with the first token and the end
+    def __init__(self, checks: CallChecks, states: list[DecodingState], may_capture: bool) -> None:
+        max_length = checks.max_len + 2  # with the first token and the end
         super().__init__(checks, states[0].kv.rows, states[0].rows_per_input, max_length, may_capture)
         self.generator, self.states = checks.generator, states
         self.mask: Tensor | None = None

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fastgen.ops.kernel import tolerance
 from fastgen.optimizer import trust
-from fastgen.optimizer.decoding.call import GenerateCall, generate_call, undo_of_random_numbers
+from fastgen.optimizer.decoding.call import generate_call, undo_of_random_numbers
 from fastgen.optimizer.decoding.captures import can_capture
 from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears, should_swap
@@ -57,50 +57,46 @@ def generate(
         if source_and_lengths is None or checks.loop:
             call.report.add_reasons(LOOP, checks.loop)
             return original(self, sample, prefix_tokens, constraints, bos_token)
-        ours = partial(_accelerated, call, self, checks, net_input, source_and_lengths, sample.get("id"))
+        source, lengths, _ = source_and_lengths
+        ours = partial(_accelerated, checks, net_input, source, lengths, sample.get("id"))
         theirs = partial(original, self, sample, prefix_tokens, constraints, bos_token)
         compare = FairseqCall(self, sample, {}).difference
         kind = type(self.model.single_model).__qualname__
         unknown = trust.unknown_sources(name for name in SOURCE_FILES if name in sys.modules)
-        weight = next(self.model.parameters(), source_and_lengths[0])
+        weight = next(self.model.parameters(), source)
         parts = kind, self.beam_size, type(self.search).__qualname__, weight.dtype, weight.device.type
         return trust.ours_or_theirs(unknown, parts, ours, theirs, compare, f"fairseq's {kind}")
 
 
 def _accelerated(
-    call: GenerateCall,
-    self: SequenceGenerator,
-    checks: CallChecks,
-    net_input: dict[str, Any],
-    source_and_lengths: tuple[Tensor, Tensor, int],
-    ids: Any,
+    checks: CallChecks, net_input: dict[str, Any], source: Tensor, lengths: Tensor, ids: Any
 ) -> list[list[Hypothesis]]:
     """Returns the hypotheses of fastgen's loop. ids: the numbers of the sentences, if the batch has any."""
-    source, lengths, max_len = source_and_lengths
+    call, generator = checks.call, checks.generator
     inputs = source.shape[0]
     device = source.device
-    call.set_rows(inputs, inputs * self.beam_size)
+    call.set_rows(inputs, inputs * generator.beam_size)
     call.is_accelerated = True
     _describe(call.report, checks.plans)
-    models = [model for model in (*self.model.models, self.lm_model) if model is not None]
+    models = [model for model in (*generator.model.models, generator.lm_model) if model is not None]
     large = [model for model in models if should_swap(call.costs, size_of(model, KNOWN))]
     modules = {model: call.facts_of(model, KNOWN).modules.values() for model in large}
     fallback = call.fallback(LOOP, "fairseq", restore=undo_of_random_numbers())
     with faster_forwards(call, modules, linears()), fallback:
-        self.search.init_constraints(checks.constraints, self.beam_size)
-        row_inputs = torch.arange(inputs, device=device).repeat_interleave(self.beam_size)
-        captures = can_capture(checks, call.rows, max_len)
-        states = [DecodingState(plan, inputs, self.beam_size, max_len + 1) for plan in checks.plans]
-        outputs = self.model.forward_encoder(net_input)
-        for model, state, output in zip(self.model.models, states, outputs or ()):
+        generator.search.init_constraints(checks.constraints, generator.beam_size)
+        row_inputs = torch.arange(inputs, device=device).repeat_interleave(generator.beam_size)
+        captures = can_capture(checks, call.rows, checks.max_len)
+        states = [DecodingState(plan, inputs, generator.beam_size, checks.max_len + 1) for plan in checks.plans]
+        outputs = generator.model.forward_encoder(net_input)
+        for model, state, output in zip(generator.model.models, states, outputs or ()):
             state.set_encoder_out(model.encoder, output, row_inputs)
-        step = FairseqDecodeStep(checks, states, max_len, captures)
-        prompt = prefill_sync(call, self, checks.prefixes, checks.first_token, states, max_len)
+        step = FairseqDecodeStep(checks, states, captures)
+        prompt = prefill_sync(checks, states)
         if prompt is not None:
             text = f"the first {prompt.length} tokens of the prompt: once per input, in one pass"
             call.report.shared.append(text)
         ids = ids if isinstance(ids, Tensor) else torch.arange(inputs, device=device)
-        return Loop(self, step, max_len, checks.first_token, ids, lengths, checks.prefixes, prompt).run()
+        return Loop(step, ids, lengths, prompt).run()
 
 
 def source_of_sync(generator: SequenceGenerator, net_input: dict[str, Any]) -> tuple[Tensor, Tensor, int] | None:

@@ -29,9 +29,8 @@ from fairseq.sequence_generator import SequenceGenerator
 from torch import Tensor
 
 from fastgen.ops.beams import Ancestors, follow, on_device
-from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.decode_step import staying_in_halves
-from fastgen.optimizer.fairseq.checks import computes_prompt_in_one_pass
+from fastgen.optimizer.fairseq.checks import CallChecks, computes_prompt_in_one_pass
 from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqDecodeStep
 from fastgen.provenance import comes_with
 
@@ -64,27 +63,21 @@ class Prompt:
         return left.repeat_interleave(rows_per_input, dim=0)
 
 
-def prefill_sync(
-    call: GenerateCall,
-    generator: SequenceGenerator,
-    prefixes: Tensor | None,
-    first_token: int,
-    states: list[DecodingState],
-    max_len: int,
-) -> Prompt | None:
+def prefill_sync(checks: CallChecks, states: list[DecodingState]) -> Prompt | None:
     """Computes the first tokens of all outputs in one pass, and stores their keys and values in the models' states.
 
-    prefixes: tokens that outputs must begin with, `[inputs, …]`. Returns None if they must be fed one by one.
+    Returns None if there are no prefixes, or if they must be fed one by one.
     """
+    generator, prefixes = checks.generator, checks.prefixes
     if prefixes is None or not computes_prompt_in_one_pass(generator, [state.plan for state in states]):
         return None
     is_word = (prefixes.ne(generator.eos) & prefixes.ne(generator.pad)).all(dim=0)
-    length = int(is_word[:max_len].long().cumprod(dim=0).sum())
+    length = int(is_word[: checks.max_len].long().cumprod(dim=0).sum())
     if length == 0:
         return None
     tokens = prefixes[:, :length]
-    fed = torch.cat([tokens.new_full((len(tokens), 1), first_token), tokens], dim=1)
-    outputs = [state.prefill(call, model.decoder, fed) for model, state in zip(generator.model.models, states)]
+    fed = torch.cat([tokens.new_full((len(tokens), 1), checks.first_token), tokens], dim=1)
+    outputs = [state.prefill(checks.call, model.decoder, fed) for model, state in zip(generator.model.models, states)]
     size = max(1, MAX_ELEMENTS // (len(tokens) * generator.vocab_size))
     forced = []
     for start in range(0, length, size):
@@ -162,24 +155,16 @@ class Loop:
     of the call. unfinished: the indices in the batch of the unfinished sentences; the rest are about to leave it.
     """
 
-    def __init__(
-        self,
-        generator: SequenceGenerator,
-        step: FairseqDecodeStep,
-        max_len: int,
-        first_token: int,
-        ids: Tensor,
-        source_lengths: Tensor,
-        prefixes: Tensor | None = None,
-        prompt: Prompt | None = None,
-    ) -> None:
-        self.generator, self.step, self.max_len = generator, step, max_len
-        self.ids, self.source_lengths, self.prefixes, self.prompt = ids, source_lengths, prefixes, prompt
+    def __init__(self, step: FairseqDecodeStep, ids: Tensor, source_lengths: Tensor, prompt: Prompt | None) -> None:
+        self.step, self.ids, self.source_lengths, self.prompt = step, ids, source_lengths, prompt
+        checks: CallChecks = step.checks
+        generator, max_len = checks.generator, checks.max_len
+        self.generator, self.max_len, self.prefixes = generator, max_len, checks.prefixes
         self.num_beams = generator.beam_size
         inputs = step.call.inputs
         device = source_lengths.device
         self.tokens = torch.full((step.rows, max_len + 2), generator.pad, dtype=torch.int64, device=device)
-        self.tokens[:, 0] = first_token
+        self.tokens[:, 0] = checks.first_token
         self.scores = torch.zeros((step.rows, max_len + 1), device=device)
         self.ignored = torch.zeros((inputs, self.num_beams), dtype=torch.bool, device=device)
         self.attention: StepHistory | None = None
@@ -271,7 +256,7 @@ class Loop:
             log_probs, weights = self.step.log_probs(written)
         if weights is not None:
             if self.attention is None:
-                self.attention = StepHistory(self.max_len + 2, weights, torch.float32)
+                self.attention = StepHistory(self.max_len + 2, weights)
             self.attention.write(step + 1, weights)
         if generator.lm_model is not None:
             predicted = generator.lm_model(written)
@@ -407,9 +392,9 @@ class StepHistory:
     Values are never moved, and histories of other orders share them: each has its own table of ancestors.
     """
 
-    def __init__(self, steps: int, values: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, steps: int, values: Tensor) -> None:
         rows, width = values.shape
-        self.values = torch.empty((rows, 1, steps, width), dtype=dtype, device=values.device)
+        self.values = torch.empty((rows, 1, steps, width), dtype=torch.float32, device=values.device)
         self.ancestors = Ancestors(rows, steps, values.device)
         self.ancestors.reset()
         self.written = 0

@@ -168,7 +168,6 @@ class Loop:
         self.scores = torch.zeros((step.rows, max_len + 1), device=device)
         self.ignored = torch.zeros((inputs, self.num_beams), dtype=torch.bool, device=device)
         self.attention: StepHistory | None = None
-        self.other_tokens = self.other_scores = None  # buffers of the step before, if the end is read late
         self.hypotheses: list[list[Hypothesis]] = [[] for _ in range(inputs)]
         self.finished = [False] * inputs
         self.unfinished = [*range(inputs)]
@@ -345,10 +344,8 @@ class Loop:
         rank, active = torch.topk(stopped * (2 * candidates) + indices, k=self.num_beams, dim=1, largest=False)
         self.ignored = rank.ge(2 * candidates)
         parents = rows.gather(1, active).view(-1)
-        if self.reads_late and self.other_tokens is None:
-            self.other_tokens, self.other_scores = self.tokens.clone(), self.scores.clone()
-        self.tokens, self.other_tokens = _reordered(self.tokens, self.other_tokens, parents, step + 1)
-        self.scores, self.other_scores = _reordered(self.scores, self.other_scores, parents, step)
+        self.tokens = self.tokens.index_select(0, parents)  # candidates that are read late have the earlier ones
+        self.scores = self.scores.index_select(0, parents)
         self.tokens[:, step + 1] = tokens.gather(1, active).view(-1)
         self.scores[:, step] = scores.gather(1, active).view(-1)
         search.update_constraints(active)
@@ -366,16 +363,6 @@ def _sorted_sync(hypotheses: list[list[Hypothesis]]) -> list[list[Hypothesis]]:
         of_sentence = torch.tensor([next(remaining) for _ in sentence], device="cpu")
         ordered.append([sentence[index] for index in of_sentence.sort(descending=True)[1].tolist()])
     return ordered
-
-
-def _reordered(states: Tensor, other: Tensor | None, rows: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
-    """Returns the first `length` columns of these rows (int64), and the buffer for the next step.
-
-    They are copied to `other`, so that `states` does not change; without another buffer, to `states` itself.
-    """
-    moved = (states if other is None else other)[: len(rows)]
-    moved[:, :length] = states[:, :length].index_select(0, rows)
-    return moved, None if other is None else states
 
 
 def _flags_sync(candidates: Candidates) -> list[list[bool]]:

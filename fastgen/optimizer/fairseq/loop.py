@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -103,7 +102,7 @@ class Candidates:
 
     scores, tokens, rows, ended: `[B, C]`; ended: whether a candidate ends its sentence. written, sums: tokens and
     scores of the rows before the candidates. flags: `ended` of the first M candidates, on the host after the event
-    `copied` if it is set. unfinished: the indices of the sentences whose candidates count.
+    `copied` if it is set. sentences: those of the call that are in this batch.
     """
 
     step: int
@@ -115,30 +114,9 @@ class Candidates:
     sums: Tensor
     attention: StepHistory | None
     source_lengths: Tensor
+    sentences: list[int]
     flags: Tensor
     copied: Any = None
-    unfinished: Sequence[int] = ()
-
-    def of_unfinished(self, num_beams: int) -> Candidates:
-        """Returns the candidates of the unfinished sentences, with rows numbered without the finished ones."""
-        count = len(self.unfinished)
-        if count == len(self.ended):
-            return self
-        index = on_device(self.unfinished, self.ended.device)
-        shift = (index - torch.arange(count, device=index.device)) * num_beams
-        rows = (index[:, None] * num_beams + torch.arange(num_beams, device=index.device)).view(-1)
-        return replace(
-            self,
-            scores=self.scores.index_select(0, index),
-            tokens=self.tokens.index_select(0, index),
-            rows=self.rows.index_select(0, index) - shift[:, None],
-            ended=self.ended.index_select(0, index),
-            written=self.written.index_select(0, rows),
-            sums=self.sums.index_select(0, rows),
-            attention=None if self.attention is None else self.attention.reordered(rows),
-            source_lengths=self.source_lengths.index_select(0, index),
-            unfinished=range(count),
-        )
 
 
 class Loop:
@@ -152,7 +130,8 @@ class Loop:
     an equal number of hypotheses, or because no candidate was left for this slot, `[B, M]`. ids: numbers of the
     sentences in the data set. source_lengths: `[B]`. prefixes: tokens that outputs must begin with, `[B, …]`. prompt:
     the columns of the prefixes whose keys are in the states of `step`, if any. hypotheses, finished: for all sentences
-    of the call. unfinished: the indices in the batch of the unfinished sentences; the rest are about to leave it.
+    of the call. sentences: those in the batch. unfinished: the indices in the batch of those that are not finished; the
+    rest are about to leave it.
     """
 
     def __init__(self, step: FairseqDecodeStep, ids: Tensor, source_lengths: Tensor, prompt: Prompt | None) -> None:
@@ -170,7 +149,7 @@ class Loop:
         self.attention: StepHistory | None = None
         self.hypotheses: list[list[Hypothesis]] = [[] for _ in range(inputs)]
         self.finished = [False] * inputs
-        self.unfinished = [*range(inputs)]
+        self.sentences = [*range(inputs)]
         is_own = self.is_beam_search and comes_with(generator.is_finished, SequenceGenerator)
         self.reads_late = device.type == "cuda" and is_own
         suppressed = generator.token_indices_to_suppress
@@ -183,7 +162,6 @@ class Loop:
                 proposed = self.propose(step)
                 if late is not None:
                     self.collect(late)
-                proposed.unfinished = self.unfinished
                 late = proposed if self.reads_late and step < self.max_len else None
                 if late is None and not all(self.finished):
                     self.collect(proposed)
@@ -193,6 +171,10 @@ class Loop:
                     raise AssertionError(f"sentences without an end at step {step}, the last (max_len {self.max_len})")
                 self.advance(proposed)
         return _sorted_sync(self.hypotheses)
+
+    @property
+    def unfinished(self) -> list[int]:
+        return [number for number, sentence in enumerate(self.sentences) if not self.finished[sentence]]
 
     @property
     def is_beam_search(self) -> bool:
@@ -233,7 +215,7 @@ class Loop:
         ended[:, :beams] &= ~self.ignored
         candidates = Candidates(
             *(step, scores, tokens, parents + first_rows[:, None], ended, self.tokens, self.scores),
-            *(self.attention, self.source_lengths, ended[:, :beams]),
+            *(self.attention, self.source_lengths, self.sentences, ended[:, :beams]),
         )
         if self.reads_late:
             flags = ended[:, :beams]
@@ -279,18 +261,20 @@ class Loop:
         return log_probs
 
     def collect(self, candidates: Candidates) -> None:
-        """Adds hypotheses that end; the sentences that they finish are no longer unfinished."""
-        flags = _flags_sync(candidates)
+        """Adds hypotheses of unfinished sentences that end, and notes which sentences they finish."""
         count = candidates.scores.shape[1]
         chosen = [
             number * count + candidate
-            for number, ends in enumerate(flags)
+            for number, ends in enumerate(_flags_sync(candidates))
             for candidate, is_end in enumerate(ends)
-            if is_end
+            if is_end and not self.finished[candidates.sentences[number]]
         ]
         if not chosen:
             return
-        candidates = candidates.of_unfinished(self.num_beams)
+        # fairseq numbers the rows without those of finished sentences; some may have finished since this step.
+        outside = [True] * len(self.finished)
+        for sentence in candidates.sentences:
+            outside[sentence] = False
         index = on_device(chosen, candidates.scores.device)
         finished = self.generator.finalize_hypos(
             candidates.step,
@@ -299,14 +283,14 @@ class Loop:
             candidates.written,
             candidates.sums,
             self.hypotheses,
-            self.finished,
+            outside,
             self.num_beams,
             candidates.attention,
             candidates.source_lengths,
             self.max_len,
         )
-        # Sentences may have left the batch since the step of these candidates, but in the same order.
-        self.unfinished = [index for number, index in enumerate(self.unfinished) if number not in finished]
+        for number in finished:
+            self.finished[candidates.sentences[number]] = True
 
     def remaining(self, step: int) -> list[int] | None:
         """Returns the indices of the sentences that stay in the batch; None if all do.
@@ -328,7 +312,7 @@ class Loop:
         step = proposed.step
         scores, tokens, rows, ended = proposed.scores, proposed.tokens, proposed.rows, proposed.ended
         if (remaining := self.remaining(step)) is not None:
-            self.unfinished = [number for number, index in enumerate(remaining) if index in self.unfinished]
+            self.sentences = [self.sentences[number] for number in remaining]
             batch_index = on_device(remaining, scores.device)
             search.prune_sentences(batch_index)
             scores, tokens, rows, ended, self.ignored, self.source_lengths = (
@@ -369,8 +353,8 @@ def _flags_sync(candidates: Candidates) -> list[list[bool]]:
     """Reads which candidates end; if they were copied to the host, waits for that only."""
     if candidates.copied is not None:
         candidates.copied.synchronize()
-    flags = candidates.flags.tolist()
-    return [flags[index] for index in candidates.unfinished]
+    flags: list[list[bool]] = candidates.flags.tolist()
+    return flags
 
 
 class StepHistory:

@@ -53,7 +53,7 @@ PARTS = {
     "draw as torch": f"{_TRANSFORMERS}.token_loop:_draws_as_torch",
     "choose beams, fairseq": f"{_FAIRSEQ}.loop:Loop.propose",
     "extend beams, fairseq": f"{_FAIRSEQ}.loop:Loop.advance",
-    "read flags, fairseq": f"{_FAIRSEQ}.loop:_flags_sync",
+    "collect beams, fairseq": f"{_FAIRSEQ}.loop:Loop.collect",
     "reorder, fairseq": f"{_FAIRSEQ}.decode_step:FairseqDecodeStep.reorder",
     # Prompts and prefixes.
     "expand a prefill": f"{_TRANSFORMERS}.prefill:PrefillPlan._expand",

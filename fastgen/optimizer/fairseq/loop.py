@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from fairseq.sequence_generator import SequenceGenerator
 from torch import Tensor
 
 from fastgen.ops.beams import Ancestors, follow, on_device
-from fastgen.optimizer.decoding.decode_step import staying_in_halves
+from fastgen.optimizer.decoding.decode_step import LateFlags, staying_in_halves
 from fastgen.optimizer.fairseq.checks import CallChecks, computes_prompt_in_one_pass
 from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqDecodeStep
 from fastgen.provenance import comes_with
@@ -101,8 +101,7 @@ class Candidates:
     """C candidates for the next token of each of B sentences, the best first, and the state to make hypotheses from.
 
     scores, tokens, rows, ended: `[B, C]`; ended: whether a candidate ends its sentence. written, sums: tokens and
-    scores of the rows before the candidates. flags: `ended` of the first M candidates, on the host after the event
-    `copied` if it is set. sentences: those of the call that are in this batch.
+    scores of the rows before the candidates. sentences: those of the call that are in this batch.
     """
 
     step: int
@@ -115,8 +114,6 @@ class Candidates:
     attention: StepHistory | None
     source_lengths: Tensor
     sentences: list[int]
-    flags: Tensor
-    copied: Any = None
 
 
 class Loop:
@@ -151,7 +148,8 @@ class Loop:
         self.finished = [False] * inputs
         self.sentences = [*range(inputs)]
         is_own = self.is_beam_search and comes_with(generator.is_finished, SequenceGenerator)
-        self.reads_late = device.type == "cuda" and is_own
+        reads_late = device.type == "cuda" and is_own
+        self.late_flags = LateFlags(inputs * self.num_beams, device) if reads_late else None
         suppressed = generator.token_indices_to_suppress
         self.suppressed = None if suppressed is None else suppressed.to(device)
 
@@ -160,11 +158,13 @@ class Loop:
             late: Candidates | None = None
             for step in range(self.skip_prompt(), self.max_len + 1):  # one more for the end of the sentence
                 proposed = self.propose(step)
+                ended = proposed.ended[:, : self.num_beams].flatten()
+                flags = [] if self.late_flags is None else self.late_flags.exchange(ended)
                 if late is not None:
-                    self.collect(late)
-                late = proposed if self.reads_late and step < self.max_len else None
+                    self.collect(late, flags)
+                late = proposed if self.late_flags is not None and step < self.max_len else None
                 if late is None and not all(self.finished):
-                    self.collect(proposed)
+                    self.collect(proposed, ended.tolist())
                 if all(self.finished) or (self.generator.search.stop_on_max_len and step >= self.max_len):
                     break
                 if step >= self.max_len:
@@ -213,17 +213,10 @@ class Loop:
         first_rows = torch.arange(0, len(self.tokens), self.num_beams, device=parents.device)
         ended = tokens.eq(generator.eos) & scores.ne(-torch.inf)
         ended[:, :beams] &= ~self.ignored
-        candidates = Candidates(
+        return Candidates(
             *(step, scores, tokens, parents + first_rows[:, None], ended, self.tokens, self.scores),
-            *(self.attention, self.source_lengths, self.sentences, ended[:, :beams]),
+            *(self.attention, self.source_lengths, self.sentences),
         )
-        if self.reads_late:
-            flags = ended[:, :beams]
-            candidates.flags = torch.empty(flags.shape, dtype=torch.bool, device="cpu", pin_memory=True)
-            candidates.flags.copy_(flags, non_blocking=True)
-            candidates.copied = torch.cuda.Event()
-            candidates.copied.record(torch.cuda.current_stream(ended.device))
-        return candidates
 
     def log_probs(self, step: int, written: Tensor) -> Tensor:
         """Returns log-probabilities `[rows, vocabulary]` of the next token, after all rules about single tokens."""
@@ -260,15 +253,16 @@ class Loop:
             log_probs.index_fill_(1, self.suppressed, -torch.inf)
         return log_probs
 
-    def collect(self, candidates: Candidates) -> None:
-        """Adds hypotheses of unfinished sentences that end, and notes which sentences they finish."""
-        count = candidates.scores.shape[1]
-        chosen = [
-            number * count + candidate
-            for number, ends in enumerate(_flags_sync(candidates))
-            for candidate, is_end in enumerate(ends)
-            if is_end and not self.finished[candidates.sentences[number]]
-        ]
+    def collect(self, candidates: Candidates, flags: list[bool]) -> None:
+        """Adds hypotheses of unfinished sentences that end, and notes which sentences they finish.
+
+        flags: `ended` of the first M candidates of each sentence.
+        """
+        chosen = []
+        for index in compress(range(len(flags)), flags):
+            number, candidate = divmod(index, self.num_beams)
+            if not self.finished[candidates.sentences[number]]:
+                chosen.append(number * candidates.scores.shape[1] + candidate)
         if not chosen:
             return
         # fairseq numbers the rows without those of finished sentences; some may have finished since this step.
@@ -298,7 +292,7 @@ class Loop:
         Finished ones leave at once, or in halves if steps may be captured on a GPU.
         """
         unfinished, sentences = self.unfinished, len(self.ignored)
-        captures = self.step.captures if self.reads_late else None
+        captures = None if self.late_flags is None else self.step.captures
         if captures is not None:
             unfinished, _ = staying_in_halves(unfinished, sentences)
         leaving = (sentences - len(unfinished)) * self.num_beams
@@ -347,14 +341,6 @@ def _sorted_sync(hypotheses: list[list[Hypothesis]]) -> list[list[Hypothesis]]:
         of_sentence = torch.tensor([next(remaining) for _ in sentence], device="cpu")
         ordered.append([sentence[index] for index in of_sentence.sort(descending=True)[1].tolist()])
     return ordered
-
-
-def _flags_sync(candidates: Candidates) -> list[list[bool]]:
-    """Reads which candidates end; if they were copied to the host, waits for that only."""
-    if candidates.copied is not None:
-        candidates.copied.synchronize()
-    flags: list[list[bool]] = candidates.flags.tolist()
-    return flags
 
 
 class StepHistory:

@@ -46,9 +46,7 @@ MOST_IN_SEGMENTS = 256
 # With fewer keys and no mask, torch's flash attention treats rows whose scores are all NaN as hidden.
 MIN_KEYS_WITHOUT_MASK = 16
 
-# The kernel of few queries as an operation of torch, which dispatch modes can record, and torch's own operations; in
-# inference mode the second of these is recorded.
-FEW_QUERIES = "fastgen::few_queries_attention"
+# torch's own operations; in inference mode the second of these is recorded.
 SDPA = ("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::scaled_dot_product_attention")
 
 _MASKS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 2, torch.bool: 3}
@@ -105,14 +103,6 @@ def attend_few(
     return _attention(query, keys, values, mask, scale)
 
 
-def _attention(
-    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None, scale: float
-) -> Tensor:
-    output = output_of(query, values)
-    call_into(output, query, keys, values, mask, scale)()
-    return output
-
-
 def output_of(query: Tensor, values: Sequence[Tensor]) -> Tensor:
     """Returns an empty output `[rows, heads, length, width]` with adjacent heads, the layout that models need next."""
     rows, heads, length, _ = query.shape
@@ -163,18 +153,11 @@ def sdpa_into(operation: Any, output: Tensor, args: tuple[Any, ...], kwargs: dic
     return call_into(output, query, keys, values, mask, query.shape[-1] ** -0.5 if scale is None else scale)
 
 
-_LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
-_LIBRARY.define(
-    "few_queries_attention(Tensor query, Tensor[] keys, Tensor[] values, Tensor? mask, float scale) -> Tensor"
+_attention = simd.operation(
+    "few_queries_attention(Tensor query, Tensor[] keys, Tensor[] values, Tensor? mask, float scale)",
+    call_into,
+    lambda query, keys, values, *rest: output_of(query, values),
 )
-_LIBRARY.impl("few_queries_attention", _attention, "CPU")
-
-
-def _fake(query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor | None, scale: float) -> Tensor:
-    return output_of(query, values)
-
-
-torch.library.register_fake(FEW_QUERIES, _fake, lib=_LIBRARY)
 
 
 # Many queries.

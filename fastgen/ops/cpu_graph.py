@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from fastgen.ops import cpu_attention, cpu_linear, gelu, layer_norm, lookup, rms_norm, simd
+from fastgen.ops import cpu_attention, cpu_linear, layer_norm, rms_norm, simd
 from fastgen.ops.fusion import fused
 from fastgen.ops.tracing import Diverged, Memory, NotRepeatable, TracedCall, Tracer, memories_of, memory_of
 
@@ -154,16 +154,6 @@ Repetition = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
-# For fastgen's operations, by name: returns a function that writes the result into an existing tensor.
-_KERNELS: dict[str, Callable[..., partial[None]]] = {
-    cpu_linear.SKINNY_LINEAR: cpu_linear.product_into,
-    cpu_attention.FEW_QUERIES: cpu_attention.call_into,
-    rms_norm.OPERATION: rms_norm.call_into,
-    layer_norm.OPERATION: layer_norm.call_into,
-    gelu.OPERATION: gelu.call_into,
-    lookup.OPERATION: lookup.call_into,
-}
-
 # Arguments that an `out` overload takes from its output tensor.
 _TOLD_BY_OUT = frozenset({"dtype", "layout", "device", "pin_memory"})
 
@@ -180,7 +170,7 @@ def repetition_of(call: TracedCall) -> Repetition:
         return Tensor.copy_, (call.result, call.args[0]), {}
     name = call.operation._schema.name
     kernel = None
-    if (call_into := _KERNELS.get(name)) is not None:
+    if (call_into := simd.CALLS_INTO.get(name)) is not None:
         kernel = call_into(call.result, *call.args)
     elif name in cpu_attention.SDPA:
         kernel = cpu_attention.sdpa_into(call.operation, call.outputs[0], call.args, call.kwargs)

@@ -49,9 +49,6 @@ logger = logging.getLogger("fastgen")
 # With more rows, a weight is read several times.
 MOST_SKINNY_ROWS = 64
 
-# The product registered with torch, which dispatch modes can record.
-SKINNY_LINEAR = "fastgen::skinny_linear"
-
 _ARGUMENTS = (*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 3, *[ctypes.c_int32] * 3)
 
 
@@ -65,14 +62,6 @@ def skinny_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
         return torch.ops.fastgen.skinny_linear(rows, weight, bias)
     output = rows.new_empty((*rows.shape[:-1], weight.shape[0]))
     product_into(output, rows, weight, bias, address_of=Tensor.data_ptr)()
-    return output
-
-
-def _skinny_linear(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None, activation: str = ""
-) -> Tensor:
-    output = rows.new_empty((*rows.shape[:-1], weight.shape[0]))
-    product_into(output, rows, weight, bias, added, activation, Tensor.data_ptr)()
     return output
 
 
@@ -101,20 +90,11 @@ def product_into(
     return partial(function, rows.data_ptr(), *parameters, added_address, outputs, *sizes, *options)
 
 
-_LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
-_LIBRARY.define(
-    "skinny_linear(Tensor rows, Tensor weight, Tensor? bias, Tensor? added=None, str activation='') -> Tensor"
+_skinny_linear = simd.operation(
+    "skinny_linear(Tensor rows, Tensor weight, Tensor? bias, Tensor? added=None, str activation='')",
+    product_into,
+    lambda rows, weight, *rest: rows.new_empty((*rows.shape[:-1], weight.shape[0])),
 )
-_LIBRARY.impl("skinny_linear", _skinny_linear, "CPU")
-
-
-def _fake(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None, activation: str = ""
-) -> Tensor:
-    return rows.new_empty((*rows.shape[:-1], weight.shape[0]))
-
-
-torch.library.register_fake(SKINNY_LINEAR, _fake, lib=_LIBRARY)
 
 
 # Operations of torch without an argument that are an activation.

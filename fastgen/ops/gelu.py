@@ -20,8 +20,6 @@ from torch.nn import functional
 from fastgen.ops import simd
 from fastgen.ops.kernel import Kernel
 
-OPERATION = "fastgen::gelu"
-
 # What a kernel may do with its results at the end, in the order of `Activation` in csrc/gelu.h.
 RELU, GELU, GELU_TANH = "relu", "gelu", "gelu_tanh"
 ACTIVATIONS = ("", RELU, GELU, GELU_TANH)
@@ -52,19 +50,12 @@ def gelu(numbers: Tensor, activation: str) -> Tensor:
     return _gelu(numbers, activation)
 
 
-def _gelu(numbers: Tensor, activation: str) -> Tensor:
-    results = torch.empty_like(numbers)
-    call_into(results, numbers, activation)()
-    return results
+_gelu = simd.operation("gelu(Tensor numbers, str activation)", call_into)
 
 
 def _gelu_in_torch(numbers: Tensor, activation: str) -> Tensor:
     return functional.gelu(numbers, approximate="tanh" if activation == GELU_TANH else "none")
 
-
-_LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
-_LIBRARY.define("gelu(Tensor numbers, str activation) -> Tensor")
-_LIBRARY.impl("gelu", _gelu, "CPU")
 
 _kernel = functools.partial(Kernel, task="NewGELUActivation in large models, in fp32", counted_as=("fused activation",))
 KERNELS = (_kernel("C++", simd.machine_reasons, gelu, "cpu", can_compute), _kernel("torch", list, _gelu_in_torch))

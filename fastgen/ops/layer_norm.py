@@ -10,7 +10,6 @@ Tests: tests/ops/test_layer_norm.py
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,8 +21,6 @@ from fastgen.ops import simd
 from fastgen.ops.fusion import Fusion, Name, Op, Values
 from fastgen.ops.kernel import Kernel, first_supported
 from fastgen.ops.tracing import TracedCall
-
-OPERATION = "fastgen::layer_norm"
 
 MIN_ELEMENTS_OF_THREAD = 1 << 14
 DEFAULT_EPSILON = 1e-5  # of torch
@@ -49,26 +46,24 @@ def call_into(
     bias: Tensor,
     epsilon: float,
     added: Tensor | None = None,
-    address_of: Callable[[Tensor], Any] = simd.Address,
 ) -> partial[None]:
     """Returns a call that writes the norm of `rows`, or of `rows + added`, into `output`.
 
     rows, added and output `[…, width]`, weight and bias `[width]`, all contiguous and of one of `simd.DTYPES`, on a
-    CPU; weight and bias may move between two replays, but not change (address_of).
+    CPU; weight and bias may move between two replays, but not change.
     """
     function = simd.function("layer_norm", rows.dtype, _ARGUMENTS)
     width = rows.shape[-1]
     count = rows.numel() // width
     threads = min(count, simd.threads_for(rows.numel(), MIN_ELEMENTS_OF_THREAD))
     added_address = None if added is None else added.data_ptr()
-    addresses = rows.data_ptr(), added_address, address_of(weight), address_of(bias), output.data_ptr()
+    addresses = rows.data_ptr(), added_address, simd.Address(weight), simd.Address(bias), output.data_ptr()
     return partial(function, *addresses, count, width, epsilon, threads)
 
 
-def _layer_norm(rows: Tensor, weight: Tensor, bias: Tensor, epsilon: float, added: Tensor | None = None) -> Tensor:
-    output = torch.empty_like(rows)
-    call_into(output, rows, weight, bias, epsilon, added, Tensor.data_ptr)()
-    return output
+_layer_norm = simd.operation(
+    "layer_norm(Tensor rows, Tensor weight, Tensor bias, float epsilon, Tensor? added=None)", call_into
+)
 
 
 def _layer_norm_in_torch(rows: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
@@ -76,10 +71,6 @@ def _layer_norm_in_torch(rows: Tensor, weight: Tensor, bias: Tensor, epsilon: fl
 
 
 KERNELS = (Kernel("C++", simd.machine_reasons, _layer_norm, "cpu"), Kernel("torch", list, _layer_norm_in_torch))
-
-_LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
-_LIBRARY.define("layer_norm(Tensor rows, Tensor weight, Tensor bias, float epsilon, Tensor? added=None) -> Tensor")
-_LIBRARY.impl("layer_norm", _layer_norm, "CPU")
 
 
 def _replacement(values: Values, last: TracedCall) -> TracedCall | None:

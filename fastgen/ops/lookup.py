@@ -21,8 +21,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fastgen.ops import simd
 from fastgen.ops.kernel import Kernel, first_supported
 
-OPERATION = "fastgen::lookup"
-
 DTYPES = (torch.bfloat16, torch.float16)
 
 MIN_ELEMENTS_OF_THREAD = 1 << 16
@@ -54,15 +52,7 @@ def call_into(results: Tensor, numbers: Tensor, table: Tensor) -> functools.part
     return functools.partial(function, *addresses, numbers.numel(), threads)
 
 
-def _lookup(numbers: Tensor, table: Tensor) -> Tensor:
-    results = torch.empty_like(numbers)
-    call_into(results, numbers, table)()
-    return results
-
-
-_LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
-_LIBRARY.define("lookup(Tensor numbers, Tensor table) -> Tensor")
-_LIBRARY.impl("lookup", _lookup, "CPU")
+_lookup = simd.operation("lookup(Tensor numbers, Tensor table)", call_into)
 
 
 def _look_up_in_torch(numbers: Tensor, table: Tensor) -> Tensor:

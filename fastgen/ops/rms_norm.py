@@ -23,8 +23,6 @@ from fastgen.ops.fusion import Fusion, Name, Op, Values
 from fastgen.ops.kernel import Kernel, first_supported
 from fastgen.ops.tracing import TracedCall
 
-OPERATION = "fastgen::rms_norm"
-
 MIN_ELEMENTS_OF_THREAD = 1 << 13
 
 _ARGUMENTS = (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2, ctypes.c_float, ctypes.c_int32)
@@ -44,10 +42,7 @@ def call_into(output: Tensor, rows: Tensor, weight: Tensor, epsilon: float) -> p
     return partial(function, *addresses, count, width, epsilon, threads)
 
 
-def _rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    output = torch.empty_like(rows)
-    call_into(output, rows, weight, epsilon)()
-    return output
+_rms_norm = simd.operation("rms_norm(Tensor rows, Tensor weight, float epsilon)", call_into)
 
 
 def _rms_norm_in_torch(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -60,10 +55,6 @@ KERNELS = (
     Kernel("Liger-Kernel in Triton", liger.unsupported_reasons, liger.rms_norm, "cuda"),
     Kernel("torch", list, _rms_norm_in_torch),
 )
-
-_LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
-_LIBRARY.define("rms_norm(Tensor rows, Tensor weight, float epsilon) -> Tensor")
-_LIBRARY.impl("rms_norm", _rms_norm, "CPU")
 
 
 def _replacement(values: Values, last: TracedCall) -> TracedCall | None:

@@ -16,6 +16,7 @@ import ctypes
 import functools
 import platform
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -86,6 +87,34 @@ class Address(ctypes.c_void_p):
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor.data_ptr())
         self.tensor = tensor
+
+
+CallInto = Callable[..., partial[None]]
+
+_LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
+CALLS_INTO: dict[str, CallInto] = {}  # by the name of an operation, such as "fastgen::gelu"
+
+
+def operation(
+    schema: str, call_into: CallInto, output_of: Callable[..., Tensor] = lambda first, *rest: torch.empty_like(first)
+) -> Callable[..., Tensor]:
+    """Registers an operation of torch, which dispatch modes can record, for kernels on a CPU; returns its function.
+
+    schema: the name and the arguments. call_into: returns a call that writes the result into a tensor; takes this
+    tensor, then the arguments. output_of: returns such a tensor for the arguments; by default like the first one.
+    """
+    name, _, _ = schema.partition("(")
+
+    def run(*args: Any) -> Tensor:
+        output = output_of(*args)
+        call_into(output, *args)()
+        return output
+
+    _LIBRARY.define(f"{schema} -> Tensor")
+    _LIBRARY.impl(name, run, "CPU")
+    torch.library.register_fake(f"fastgen::{name}", output_of, lib=_LIBRARY)
+    CALLS_INTO[f"fastgen::{name}"] = call_into
+    return run
 
 
 def threads_for(work: int, least: int) -> int:

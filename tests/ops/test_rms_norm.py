@@ -94,9 +94,7 @@ IN_ONE_KERNEL = [
 def fusions(function: Callable, monkeypatch: pytest.MonkeyPatch) -> tuple[Callable, int]:
     """Returns a replay, and how many of its calls are a norm in one kernel."""
     used, call_into = [], rms_norm.call_into
-    monkeypatch.setattr(
-        "fastgen.ops.cpu_graph._KERNELS", {rms_norm.OPERATION: lambda *args: used.append(args) or call_into(*args)}
-    )
+    monkeypatch.setitem(simd.CALLS_INTO, "fastgen::rms_norm", lambda *args: used.append(args) or call_into(*args))
     replay, *_ = capture(function)
     return replay, len(used)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from fastgen.ops import cpu_attention, cpu_linear, layer_norm, rms_norm, simd
+from fastgen.ops import cpu_attention, cpu_linear, norms, simd
 from fastgen.ops.fusion import fused
 from fastgen.ops.tracing import Diverged, Memory, NotRepeatable, TracedCall, Tracer, memories_of, memory_of
 
@@ -47,7 +47,7 @@ def capture(function: Callable[[], Any]) -> tuple[Callable[[], Any], int, set[Me
         raise NotRepeatable("it draws random numbers")
     returned = memories_of(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
     calls = _without_repeats(_without_unused(tracer.calls, returned), returned)
-    calls = fused(calls, output, [*rms_norm.fusions(), *cpu_linear.fusions(), *layer_norm.fusions()])
+    calls = fused(calls, output, [*norms.rms_fusions(), *cpu_linear.fusions(), *norms.layer_fusions()])
     needed, constant = _needed(calls)
     share_buffers(calls, returned | constant)
     storages = [tensor.untyped_storage() for call in needed for tensor in call.outputs if not call.writes]

@@ -94,8 +94,8 @@ LIMITS = {
     "smallest_capacity": f"{_DECODING}.static_kv_cache:SMALLEST_CAPACITY",
     "most_graphs": f"{_DECODING}.graph_cache:MOST_GRAPHS",
     "beams_of_part": "fastgen.ops.beams:PART",
-    "min_elements_of_thread": "fastgen.ops.rms_norm:MIN_ELEMENTS_OF_THREAD",
-    "min_elements_of_norm": "fastgen.ops.layer_norm:MIN_ELEMENTS_OF_THREAD",
+    "min_elements_of_thread": "fastgen.ops.norms:RMS_ELEMENTS_OF_THREAD",
+    "min_elements_of_norm": "fastgen.ops.norms:LAYER_ELEMENTS_OF_THREAD",
     "min_elements_of_gelu": "fastgen.ops.gelu:MIN_ELEMENTS_OF_THREAD",
     "min_elements_to_draw": f"{_TRANSFORMERS}.token_loop:MIN_ELEMENTS_TO_DRAW",
 }

@@ -28,7 +28,7 @@ from simd_kernels import torch_threads
 from torch import Tensor
 from torch.nn import functional
 
-from fastgen.ops import beams, cpu_linear, gelu, layer_norm, lookup, rms_norm, simd
+from fastgen.ops import beams, cpu_linear, gelu, lookup, norms, simd
 from fastgen.ops.kernel import tolerance
 from fastgen.ops.no_repeat_ngram import kernels as ngram_kernels
 from fastgen.ops.no_repeat_ngram import reference
@@ -173,7 +173,7 @@ def _norms() -> Iterator[KernelCase]:
             states, weight = torch.randn(rows, width).to(dtype), torch.randn(width).to(dtype)
             wide = states.double()
             expected = weight.double() * wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
-            yield _case(lambda them=(states, weight): rms_norm._rms_norm(*them, 1e-6), [states, weight], expected)
+            yield _case(lambda them=(states, weight): norms._rms_norm(*them, 1e-6), [states, weight], expected)
 
 
 def _layer_norms() -> Iterator[KernelCase]:
@@ -186,7 +186,7 @@ def _layer_norms() -> Iterator[KernelCase]:
             expected = functional.layer_norm(wide, (width,), weight.double(), bias.double())
             inputs = [states, weight, bias, *([] if others is None else [others])]
             arguments = states, weight, bias, 1e-5, others
-            yield _case(lambda them=arguments: layer_norm._layer_norm(*them), inputs, expected)
+            yield _case(lambda them=arguments: norms._layer_norm(*them), inputs, expected)
 
 
 def _gelus() -> Iterator[KernelCase]:

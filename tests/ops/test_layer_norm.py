@@ -9,7 +9,7 @@ from simd_kernels import needs_library, torch_threads
 from torch import Tensor
 from torch.nn import functional
 
-from fastgen.ops import cpu_linear, layer_norm, simd
+from fastgen.ops import cpu_linear, norms, simd
 from fastgen.ops.cpu_graph import capture
 from fastgen.ops.kernel import tolerance
 
@@ -40,7 +40,7 @@ def test_layer_norm_agrees_with_the_definition_in_fp64(rows, width, scale, mean,
     deviation = (states.double().var(1, correction=0) + EPSILON).sqrt()  # a mean is rounded relative to the states
     largest = (states.double().abs().amax(1) / deviation).max().item() * weight.abs().max().item()
     atol += 4 * torch.finfo(torch.float32).eps * largest
-    for kernel in layer_norm.KERNELS:
+    for kernel in norms.LAYER_KERNELS:
         output = kernel.run(states, weight, bias, EPSILON)
         torch.testing.assert_close(output.double(), exact, rtol=0, atol=atol)
 
@@ -74,10 +74,10 @@ def test_nan_and_infinity_in_a_layer_norm_are_as_in_torch():
 def test_rows_of_another_kind_are_not_normalized():
     weight, bias = parameters(WIDTH)
     rows = torch.randn(ROWS, WIDTH)
-    assert layer_norm.can_normalize(rows, weight, bias)
+    assert norms.can_normalize(rows, weight, bias)
     for other in (rows.double(), rows.bfloat16(), rows.t().contiguous().t(), rows[:, :8], rows[:0], rows.to("meta")):
-        assert not layer_norm.can_normalize(other, weight, bias)
-    assert not layer_norm.can_normalize(rows, weight, None) and not layer_norm.can_normalize(rows, None, None)
+        assert not norms.can_normalize(other, weight, bias)
+    assert not norms.can_normalize(rows, weight, None) and not norms.can_normalize(rows, None, None)
 
 
 def normed(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

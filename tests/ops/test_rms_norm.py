@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from simd_kernels import needs_library, torch_threads
 from torch import Tensor
 
-from fastgen.ops import rms_norm, simd
+from fastgen.ops import norms, simd
 from fastgen.ops.cpu_graph import capture
 from fastgen.ops.kernel import tolerance
 
@@ -93,7 +93,7 @@ IN_ONE_KERNEL = [
 
 def fusions(function: Callable, monkeypatch: pytest.MonkeyPatch) -> tuple[Callable, int]:
     """Returns a replay, and how many of its calls are a norm in one kernel."""
-    used, call_into = [], rms_norm.call_into
+    used, call_into = [], norms.rms_norm_into
     monkeypatch.setitem(simd.CALLS_INTO, "fastgen::rms_norm", lambda *args: used.append(args) or call_into(*args))
     replay, *_ = capture(function)
     return replay, len(used)
@@ -154,7 +154,7 @@ def test_the_kernel_agrees_with_the_definition_in_fp64(rows, width, scale, dtype
     weight = torch.randn(width, generator=random).to(dtype)
     wide = states.double()
     expected = weight * wide / (wide.pow(2).mean(-1, keepdim=True) + EPSILON).sqrt()
-    in_torch = rms_norm.KERNELS[-1].run(states, weight, EPSILON)
+    in_torch = norms.RMS_KERNELS[-1].run(states, weight, EPSILON)
     output = torch.ops.fastgen.rms_norm(states, weight, EPSILON)
     atol = tolerance("product", dtype) * (expected.abs().max() + 1)
     for result in (output, in_torch):

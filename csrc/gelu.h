@@ -10,7 +10,7 @@
 
 namespace {
 
-enum Activation : int32_t { NO_ACTIVATION, RELU, GELU, GELU_TANH }; // as ACTIVATIONS in fastgen/ops/gelu.py
+enum Activation : int32_t { NO_ACTIVATION, RELU, GELU, GELU_TANH }; // as ACTIVATIONS in fastgen/ops/activations.py
 
 struct OddFunction {
     float limit;

@@ -37,8 +37,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fastgen.ops import measurements, simd
+from fastgen.ops.activations import ACTIVATIONS, GELU, RELU
 from fastgen.ops.fusion import Fusion, Name, Op, Values
-from fastgen.ops.gelu import ACTIVATIONS, GELU, RELU
 from fastgen.ops.kernel import Kernel, tolerance
 from fastgen.ops.tracing import TracedCall, is_transformed
 

@@ -96,7 +96,7 @@ LIMITS = {
     "beams_of_part": "fastgen.ops.beams:PART",
     "min_elements_of_thread": "fastgen.ops.norms:RMS_ELEMENTS_OF_THREAD",
     "min_elements_of_norm": "fastgen.ops.norms:LAYER_ELEMENTS_OF_THREAD",
-    "min_elements_of_gelu": "fastgen.ops.gelu:MIN_ELEMENTS_OF_THREAD",
+    "min_elements_of_gelu": "fastgen.ops.activations:GELU_ELEMENTS_OF_THREAD",
     "min_elements_to_draw": f"{_TRANSFORMERS}.token_loop:MIN_ELEMENTS_TO_DRAW",
 }
 

@@ -28,7 +28,7 @@ from simd_kernels import torch_threads
 from torch import Tensor
 from torch.nn import functional
 
-from fastgen.ops import beams, cpu_linear, gelu, lookup, norms, simd
+from fastgen.ops import activations, beams, cpu_linear, norms, simd
 from fastgen.ops.kernel import tolerance
 from fastgen.ops.no_repeat_ngram import kernels as ngram_kernels
 from fastgen.ops.no_repeat_ngram import reference
@@ -39,9 +39,9 @@ PRODUCTS = [(1, 3), (4, 700), (7, 64), (12, 257), (16, 300), (25, 33), (65, 700)
 OUTPUTS = (1, 13, 97, 193)  # out_features
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "": torch.clone,
-    gelu.RELU: torch.relu,
-    gelu.GELU: functional.gelu,
-    gelu.GELU_TANH: partial(functional.gelu, approximate="tanh"),
+    activations.RELU: torch.relu,
+    activations.GELU: functional.gelu,
+    activations.GELU_TANH: partial(functional.gelu, approximate="tanh"),
 }
 
 
@@ -191,10 +191,10 @@ def _layer_norms() -> Iterator[KernelCase]:
 
 def _gelus() -> Iterator[KernelCase]:
     for count in (1, 7, 16, 100, 1003):
-        for activation in (gelu.GELU, gelu.GELU_TANH):
+        for activation in (activations.GELU, activations.GELU_TANH):
             numbers = 3 * torch.randn(count)
             expected = ACTIVATIONS[activation](numbers.double())
-            yield _case(lambda them=(numbers, activation): gelu._gelu(*them), [numbers], expected)
+            yield _case(lambda them=(numbers, activation): activations._gelu(*them), [numbers], expected)
 
 
 def _exact() -> Iterator[KernelCase]:
@@ -202,7 +202,7 @@ def _exact() -> Iterator[KernelCase]:
     table = torch.randn(1 << 16).to(torch.bfloat16)
     numbers = torch.arange(1 << 16).to(torch.int16).flip(0)[:1001].view(torch.bfloat16)
     expected = table.flip(0)[:1001]
-    yield _case(lambda: lookup._lookup(numbers, table), [numbers, table], expected, is_exact=True)
+    yield _case(lambda: activations._lookup(numbers, table), [numbers, table], expected, is_exact=True)
     for dtype in (torch.float64, torch.float16):
         states, beam_idx = torch.randn(2, 5, 3, 7, 9).to(dtype), torch.tensor([0, 4, 4, 1, 0])
         moved, inputs = states[:, :, :, 1:6], [states, beam_idx]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from fastgen.ops import cpu_attention, cpu_graph, cpu_linear, gelu, simd
+from fastgen.ops import activations, cpu_attention, cpu_graph, cpu_linear, simd
 from fastgen.ops.cpu_graph import capture
 from fastgen.ops.kernel import tolerance
 from fastgen.ops.tracing import NotRepeatable
@@ -194,7 +194,7 @@ def test_products_do_the_relu_and_the_sum_after_them(dtype, is_transposed):
 @needs_library
 @pytest.mark.parametrize("dtype", simd.DTYPES)
 @pytest.mark.parametrize("is_transposed", [False, True])
-@pytest.mark.parametrize("activation", [gelu.GELU, gelu.GELU_TANH])
+@pytest.mark.parametrize("activation", [activations.GELU, activations.GELU_TANH])
 def test_products_do_the_gelu_after_them(activation, is_transposed, dtype):
     torch.manual_seed(0)
     layer, states = nn.Linear(40, 70).to(dtype), torch.randn(5, 40).to(dtype)
@@ -204,15 +204,15 @@ def test_products_do_the_gelu_after_them(activation, is_transposed, dtype):
         product = cpu_linear.skinny_linear(states, weight, layer.bias)
         if dtype == torch.float32:
             return torch.ops.fastgen.gelu(product, activation)
-        return nn.functional.gelu(product, approximate="tanh" if activation == gelu.GELU_TANH else "none")
+        return nn.functional.gelu(product, approximate="tanh" if activation == activations.GELU_TANH else "none")
 
-    is_fused = dtype == torch.float32 or activation == gelu.GELU
+    is_fused = dtype == torch.float32 or activation == activations.GELU
     assert calls_of(run) == ["fastgen::skinny_linear"] + ["aten::gelu"] * (not is_fused)
     with torch.no_grad():
         replay, *_ = capture(run)
         states.mul_(-3)
         product = nn.functional.linear(*(each.double() for each in (states, weight, layer.bias))).to(dtype).double()
-        expected = nn.functional.gelu(product, approximate="tanh" if activation == gelu.GELU_TANH else "none")
+        expected = nn.functional.gelu(product, approximate="tanh" if activation == activations.GELU_TANH else "none")
         atol = tolerance("product", dtype) * expected.abs().max().item()
         torch.testing.assert_close(replay().double(), expected, rtol=0, atol=atol)
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
-from fastgen.ops import gelu, liger, lookup
+from fastgen.ops import activations, liger
 from fastgen.ops.kernel import first_supported
 from fastgen.ops.tracing import is_transformed
 from fastgen.optimizer.decoding.call import GenerateCall, settings_of
@@ -238,10 +238,11 @@ def new_gelu(forward: FasterForward, input: Tensor, call: GenerateCall) -> Tenso
     if torch.is_grad_enabled() or type(input) is not Tensor or is_transformed():
         return None
     if input.dtype == torch.float32:
-        kernel = first_supported(gelu.KERNELS, "cpu", input)
-        output = kernel.run(input, gelu.GELU_TANH)
-    elif lookup.can_look_up(input):
-        output = lookup.look_up(input, _table_of_new_gelu(input.dtype))
+        kernel = first_supported(activations.GELU_KERNELS, "cpu", input)
+        output = kernel.run(input, activations.GELU_TANH)
+    elif activations.can_look_up(input):
+        kernel = first_supported(activations.LOOKUP_KERNELS, "cpu")
+        output = kernel.run(input, _table_of_new_gelu(input.dtype))
     else:
         return None
     call.report.kernels["fused activation"] += 1
@@ -250,4 +251,4 @@ def new_gelu(forward: FasterForward, input: Tensor, call: GenerateCall) -> Tenso
 
 @functools.cache
 def _table_of_new_gelu(dtype: torch.dtype) -> Tensor:
-    return lookup.table_of(NewGELUActivation(), dtype)
+    return activations.table_of(NewGELUActivation(), dtype)

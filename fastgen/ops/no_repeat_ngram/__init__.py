@@ -1,8 +1,8 @@
 """Bans the tokens that would complete an n-gram a second time: FastSeq, section 4.2 and Algorithm 1.
 
-`no_repeat_ngram_` writes into the scores, `no_repeat_ngram` returns new ones; `torch.ops.fastgen` has both under the
-same names, for graphs and compilers. With `encoder_tokens` they ban the n-grams of the encoder's input instead of those
-of the row itself. Errors name the argument, its value and what would be accepted.
+`no_repeat_ngram_` writes into the scores, `no_repeat_ngram` returns new ones; `torch.ops.fastgen` has the first under
+the same name, for graphs and compilers. With `encoder_tokens` they ban the n-grams of the encoder's input instead of
+those of the row itself. Errors name the argument, its value and what would be accepted.
 
 Tests: tests/ops/test_no_repeat_ngram.py
 """
@@ -24,9 +24,8 @@ DEVICE_TYPES = ("cpu", "cuda")
 BY_TORCH = ("mps", "xpu")  # without kernels: torch's form, if it agrees with a CPU's results
 
 _LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
-_ARGUMENTS = "Tensor tokens, {} scores, int ngram_size, Tensor? lengths=None, Tensor? encoder_tokens=None"
-_LIBRARY.define(f"no_repeat_ngram_({_ARGUMENTS.format('Tensor(a!)')}) -> ()")
-_LIBRARY.define(f"no_repeat_ngram({_ARGUMENTS.format('Tensor')}) -> Tensor")
+_ARGUMENTS = "Tensor tokens, Tensor(a!) scores, int ngram_size, Tensor? lengths=None, Tensor? encoder_tokens=None"
+_LIBRARY.define(f"no_repeat_ngram_({_ARGUMENTS}) -> ()")
 
 
 def no_repeat_ngram_(
@@ -63,7 +62,9 @@ def no_repeat_ngram(
 ) -> Tensor:
     """Does the same as `no_repeat_ngram_`, but returns new scores and does not change `scores`."""
     tokens, lengths = _typed(tokens, scores, ngram_size, lengths, encoder_tokens)
-    return torch.ops.fastgen.no_repeat_ngram(tokens, scores, ngram_size, lengths, encoder_tokens)
+    scores = scores.clone(memory_format=torch.contiguous_format)
+    torch.ops.fastgen.no_repeat_ngram_(tokens, scores, ngram_size, lengths, encoder_tokens)
+    return scores
 
 
 def _typed(tokens: Tensor, scores: object, ngram_size: object, lengths: Any, encoder_tokens: object) -> Any:
@@ -178,22 +179,5 @@ def _ban_in_place(
         torch.autograd.graph.increment_version(scores)
 
 
-def _ban(
-    tokens: Tensor, scores: Tensor, ngram_size: int, lengths: Tensor | None = None, encoder_tokens: Tensor | None = None
-) -> Tensor:
-    check(tokens, scores, ngram_size, lengths, encoder_tokens)
-    result = scores.clone(memory_format=torch.contiguous_format)
-    if can_ban(tokens, scores, ngram_size, encoder_tokens):
-        kernel_for(scores.device.type).run(tokens, result, ngram_size, lengths, encoder_tokens)
-    return result
-
-
-def _fake_ban(tokens: Tensor, scores: Tensor, *args: Any) -> Tensor:
-    check(tokens, scores, *args)
-    return torch.empty_like(scores, memory_format=torch.contiguous_format)
-
-
 _LIBRARY.impl("no_repeat_ngram_", _ban_in_place, "CompositeExplicitAutograd")
-_LIBRARY.impl("no_repeat_ngram", _ban, "CompositeExplicitAutograd")
 torch.library.register_fake("fastgen::no_repeat_ngram_", check, lib=_LIBRARY)
-torch.library.register_fake("fastgen::no_repeat_ngram", _fake_ban, lib=_LIBRARY)

@@ -90,14 +90,9 @@ def are_plain(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -
 
 
 def attend_few(
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    mask: Tensor | None,
-    scale: float,
-    bounds: object = None,
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Computes `shared_attention` for few queries per copy, see `can_attend_few`; ignores `bounds`."""
+    """Computes `shared_attention` for few queries per copy, see `can_attend_few`."""
     if torch._C._len_torch_dispatch_stack():
         return torch.ops.fastgen.few_queries_attention(query, keys, values, mask, scale)
     return _attention(query, keys, values, mask, scale)
@@ -190,9 +185,8 @@ def attend_many(
     mask: Tensor | None,
     scale: float,
     is_causal: bool = False,
-    bounds: object = None,
 ) -> Tensor:
-    """Computes `shared_attention`, see `can_attend_many`; ignores `bounds`.
+    """Computes `shared_attention`, see `can_attend_many`.
 
     is_causal: query `i` sees keys 0 to `i`, and there is no mask.
     """

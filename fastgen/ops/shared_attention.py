@@ -127,22 +127,18 @@ def shared_attention(
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     kernel = first_supported(KERNELS, query.device.type, query, keys, values, attn_mask)
-    if kernel is not TRITON:
-        keys, values = follow_ancestors(keys, bounds), follow_ancestors(values, bounds)
-    return kernel.run(query, keys, values, attn_mask, scale, bounds=bounds)
+    if kernel is TRITON:
+        return kernel.run(query, keys, values, attn_mask, scale, bounds)
+    keys, values = follow_ancestors(keys, bounds), follow_ancestors(values, bounds)
+    return kernel.run(query, keys, values, attn_mask, scale)
 
 
 def _attend_with_gradients(
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    mask: Tensor | None,
-    scale: float,
-    bounds: Bounds | None,
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None, scale: float
 ) -> Tensor:
     structure = prompt_attention.structure_sync(mask, query, keys)
     if structure is None:
-        return attention_by_products(query, keys, values, mask, scale, bounds)
+        return attention_by_products(query, keys, values, mask, scale)
     return prompt_attention.attention(query, keys, values, structure, scale)
 
 
@@ -151,8 +147,8 @@ def _can_attend_in_triton(query: Tensor, keys: Sequence[Tensor], values: Sequenc
     return kernels is not None and kernels.can_attend(query, keys, values, mask)
 
 
-def _attend_in_triton(query: Tensor, *args: Any, bounds: Bounds | None) -> Tensor:
-    return _triton_attention(query.device).attention(query, *args, bounds)
+def _attend_in_triton(query: Tensor, *args: Any) -> Tensor:
+    return _triton_attention(query.device).attention(query, *args)
 
 
 def _triton_attention(device: torch.device) -> Any:
@@ -172,12 +168,7 @@ def _is_triton_right(device: torch.device) -> bool:
 
 
 def attention_by_products(
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    attn_mask: Tensor | None,
-    scale: float,
-    bounds: Bounds | None = None,
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], attn_mask: Tensor | None, scale: float
 ) -> Tensor:
     """Computes `shared_attention` with torch's own operations."""
     rows, heads, length, width = query.shape

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from fastgen.ops.tracing import TracedCall, uses_of
+from fastgen.ops.tracing import TracedCall
 
 Values = dict[str, Any]
 
@@ -78,11 +79,16 @@ def fused(calls: list[TracedCall], output: Any, fusions: Sequence[Fusion]) -> li
 
 
 class Matcher:
-    """Recorded calls, by the tensors that they compute."""
+    """Recorded calls, by the tensors that they compute.
+
+    uses: how often calls read each tensor and the recorded function returns it, by the tensor's `id`.
+    """
 
     def __init__(self, calls: list[TracedCall], output: Any) -> None:
-        self.calls, self.uses = calls, uses_of(calls, output)
+        self.calls = calls
         numbered = [(number, call) for number, call in enumerate(calls) if not call.returns_argument]
+        self.uses = Counter(id(tensor) for _, call in numbered for tensor in call.read)
+        self.uses.update(map(id, tree_leaves(output)))
         self.producer_of = {id(tensor): number for number, call in numbered for tensor in call.outputs}
 
     def replacement_of(self, number: int, fusion: Fusion) -> tuple[Match | None, TracedCall | None]:

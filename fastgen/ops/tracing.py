@@ -5,9 +5,7 @@ Tests: tests/ops/test_cpu_graph.py, tests/optimizer/transformers/test_replaced_c
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from types import BuiltinFunctionType
 from typing import Any, NamedTuple
 
@@ -126,7 +124,7 @@ class TransparentMode(TorchFunctionMode):
     """The base of fastgen's modes, which do not interfere with other modes."""
 
 
-class _NoData(TransparentMode):
+class NoData(TransparentMode):
     """Raises NotRepeatable before a device gets numbers of the host, which dispatch modes do not see."""
 
     def __torch_function__(self, func: Any, types: Any, args: Arguments = (), kwargs: Options = None) -> Any:
@@ -150,20 +148,6 @@ _INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 def _is_sequence(index: Any) -> bool:
     """Whether an index is a list, or something else that torch converts to a tensor."""
     return hasattr(index, "__len__") and not isinstance(index, Tensor)
-
-
-@contextmanager
-def no_waiting() -> Iterator[NoWaiting]:
-    """A context that raises NotRepeatable for what a CUDA graph cannot hold, see `NoWaiting`."""
-    with _NoData(), NoWaiting() as watched:
-        yield watched
-
-
-def uses_of(calls: list[TracedCall], output: Any) -> Counter[int]:
-    """Returns how often the calls read each tensor and the recorded function returns it, by the tensor's `id`."""
-    uses = Counter(id(tensor) for call in calls if not call.returns_argument for tensor in call.read)
-    uses.update(id(leaf) for leaf in tree_leaves(output))
-    return uses
 
 
 def _has_any_size(operation: torch._ops.OpOverload, args: Arguments) -> bool:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from fastgen.config import CONFIG
 from fastgen.ops import cpu_graph
 from fastgen.ops.kernel import tolerance
-from fastgen.ops.tracing import Diverged, NotRepeatable, memory_of, no_waiting
+from fastgen.ops.tracing import Diverged, NoData, NotRepeatable, NoWaiting, memory_of
 from fastgen.optimizer.decoding.report import Reason
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 
@@ -88,7 +88,7 @@ class CudaCapture:
                 with torch.cuda.stream(self.stream):
                     self._begin(graph)
                     try:  # the warm-up may wait: the library reads some masks if no stream is capturing
-                        with no_waiting() as watched:
+                        with NoData(), NoWaiting() as watched:
                             output = run()
                         graph.capture_end()
                     except BaseException:

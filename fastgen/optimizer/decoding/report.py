@@ -265,13 +265,7 @@ class Report:
             "replayed_steps": self.replays,
             "kernels": dict(sorted(self.kernels.items())),
             "reasons": [
-                {
-                    "part": part,
-                    "code": reason.code,
-                    "text": reason.text,
-                    "detail": reason.detail,
-                    "decision": reason.is_decision,
-                }
+                {"part": part, **vars(reason), "decision": reason.is_decision}  # code, text, detail
                 for part, reason in self.not_done
             ],
             "stages": [

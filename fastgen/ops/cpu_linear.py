@@ -158,10 +158,6 @@ def machine_reasons() -> list[str]:
     """Returns why this machine cannot use oneDNN's products; empty if it can."""
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return ["this build of torch has no oneDNN"]
-    try:
-        is_transformed()
-    except AttributeError as error:
-        return [f"this version of torch does not tell whether products are recorded ({error})"]
     return []
 
 

@@ -193,10 +193,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def is_transformed() -> bool:
-    """Whether torch.func, forward-mode AD, torch.jit.trace or a dispatch mode other than fastgen's is active here.
-
-    Raises AttributeError if this version of torch lacks the functions that tell.
-    """
+    """Whether torch.func, forward-mode AD, torch.jit.trace or a dispatch mode other than fastgen's is active here."""
     for index in range(torch._C._len_torch_dispatch_stack()):
         if not isinstance(torch._C._get_dispatch_stack_at(index), Tracer):
             return True

@@ -187,7 +187,7 @@ class KVCache:
     @classmethod
     def of(cls, content: KVContent, limit: int) -> KVCache:
         """Returns a cache with the content of another one; limit: the most generated positions of a row."""
-        cache = cls(content.inputs, content.rows_per_input)
+        cache = cls(content.rows // content.rows_per_input, content.rows_per_input)
         growing = len(content.generated)
         cache.add_layers(content.prompts[:growing], limit)
         cache.add_layers(content.prompts[growing:], None)

@@ -82,10 +82,6 @@ class KVContent:
     dropped: Sequence[int] = ()
 
     @property
-    def inputs(self) -> int:
-        return self.rows // self.rows_per_input
-
-    @property
     def generated_length(self) -> int:
         return int(self.generated[0][0].shape[2])
 

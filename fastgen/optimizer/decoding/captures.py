@@ -3,10 +3,10 @@
     Captures          of one loop: begins to capture, and holds the graphs meanwhile
       └─ GraphCache       of the model: its captured steps between two calls, and what calls have found out
 
-Each call runs one forward eagerly, and compares its logits with the first graph's for the same tokens before it
-trusts a replay. If that was a forward of several tokens, the first replay of a single step is compared as well. Graphs
-that the call takes later, over larger caches, are as trusted as earlier calls have left them. This module knows no host
-library.
+Each call runs one forward eagerly, and compares its logits with the first graph's for the same tokens before it trusts
+a replay. If that was a forward of several tokens, the first replay of a single step is compared as well. Graphs that
+the call takes later, over larger caches or with fewer rows, are as trusted as earlier calls have left them. This module
+knows no host library.
 
 Tests: tests/optimizer/decoding/test_graphs.py, tests/optimizer/transformers/test_captured_steps.py,
 tests/optimizer/transformers/test_repeatable.py
@@ -141,7 +141,10 @@ class Captures:
         return graph
 
     def _wants_first(self, left: int) -> bool:
-        """Whether a new graph is worthwhile for `left` steps and those of earlier calls; if not, these count later."""
+        """Whether a new graph is worthwhile for `left` steps and those of earlier calls.
+
+        If not, `left` is added to these, for later calls.
+        """
         without, rows = self.graphs.steps_without, self.loop.rows
         wants_new = self.wants_new(left + without[rows] * self.remembers)
         if self._is_late(self.forwards) and not wants_new:
@@ -181,7 +184,7 @@ class Captures:
             graph = self.graph_of(content)
             inputs = loop.inputs(tokens, graph, size)
         step = self.step_to_run(graph, size)
-        if step is None and size == 1 and wants_new:  # if the steps of earlier calls without a graph count
+        if step is None and size == 1 and wants_new:  # for steps of earlier calls, which `step_to_run` does not count
             step = graph.step(size)
         outputs = graph.function(inputs) if step is None else step.attempt(inputs, self)
         if outputs is not None and differs_sync(loop.logits_of(outputs), expected):

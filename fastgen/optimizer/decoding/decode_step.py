@@ -100,7 +100,7 @@ class StaticSteps:
 
     def outputs_of(self, loop: DecodeStep, tokens: Tensor, size: int, is_trial: bool) -> Any:
         # Drafts have checked this before a forward of several tokens.
-        if size == 1 and loop.runs_user_code and loop.has_changed():
+        if size == 1 and loop.runs_user_code and loop.leaves_if_changed():  # the loop's mode is eager now
             return loop.mode.outputs_of(loop, tokens, size, is_trial)
         try:
             is_full = self.cache.generated_length == self.cache.capacity
@@ -207,7 +207,7 @@ def _power_of_two(count: int) -> int:
 
 
 class DecodeStep(AbstractContextManager["DecodeStep"]):
-    """Runs the model for a loop of `rows` rows, `rows_per_input` of them for each input.
+    """Runs all forwards of a loop of `rows` rows, `rows_per_input` of them for each input; `loop` in other modules.
 
     checks: the host's `CallChecks`. max_length: the most tokens that a row can have. rollback: restores what the loop
     has changed, so that the host can start again. steps: the number of steps so far. mode: how the next one runs.
@@ -267,14 +267,17 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
 
     @abstractmethod
     def use(self, static: StaticKVCache) -> None:
-        """Makes the loop read and write its keys and values in this cache."""
+        """Makes the loop's own cache show what is in this one; forwards read and write it through the graph's view."""
 
     @abstractmethod
     def leave(self, static: StaticKVCache) -> None:
         """Makes eager steps continue with the keys and values in this cache, which no graph uses any more."""
 
     def keep_states(self) -> None:
-        """Keeps states of the loop's own cache, which the next forward overwrites; for hosts with such layers."""
+        """Keeps states of the loop's own cache, for hosts with such layers.
+
+        A new graph repeats the last forward: it cuts that forward's keys off, but needs the states before it.
+        """
 
     def crop(self, count: int) -> None:
         """Drops the last positions of the loop's own cache. Only hosts with drafts implement it."""
@@ -295,7 +298,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         """Whether user code runs in each step: it may change the model."""
 
     def __exit__(self, *error: Any) -> None:
-        """After an error of fastgen restores the loop's state, so that the host can start again."""
+        """After any Exception, drops all graphs, and restores the loop's state if the host can start again."""
         if not isinstance(error[1], Exception):
             return
         if self.captures is not None:
@@ -331,8 +334,8 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             self.leave(self.mode.cache)
         self.mode = steps
 
-    def has_changed(self) -> bool:
-        """Whether user code has changed the model during the loop; steps are eager from then on."""
+    def leaves_if_changed(self) -> bool:
+        """Makes the rest of the loop eager if user code has changed the model; returns whether it has."""
         if self.runs_user_code and not self._is_changed:
             change = self.call.change_of(self.model, between_steps=True)
             if change is not None:

@@ -74,7 +74,8 @@ class CudaCapture:
     def capture(self, run: Run, rewind: Callable[[], None]) -> tuple[Any, Run, int, Reads]:
         """Returns the same as `CpuCapture`, with the output of a warm-up call, which compiles and loads kernels.
 
-        Graphs share the memory of the pool. Raises NotRepeatable for operations that the host would wait for.
+        Graphs share the memory of the pool. Only the warm-up computes, so nothing is rewound. Raises NotRepeatable for
+        operations that the host would wait for.
         """
         with _capture_lock, torch.cuda.device(self.device):
             first = run()
@@ -250,12 +251,12 @@ class CapturedStep:
         try:
             return self._captured_or_replayed(inputs, captures)
         except Exception as error:
-            if not self.cache.can_rewind:  # a proven replay broke off: the loop starts again
+            if not self.cache.can_rewind:  # the states of a proven replay were not saved: the loop starts again
                 raise
             self.drop()
             # If the function raises as well, the caller gets the error.
             outputs = None if isinstance(error, EXPECTED) else self.function(inputs)
-            # Of a step that was right before, an error in this branch of the function drops this step alone.
+            # Another branch of the function drops only a step that was right before; other errors refuse the model.
             was_right = captures.remembers and state is StepState.PROVEN
             if not (was_right and isinstance(error, (NotRepeatable, Diverged))):
                 captures.refuse(error)
@@ -397,7 +398,7 @@ def differs_sync(logits: Tensor, expected: Tensor) -> bool:
 
 
 def reason_of(cause: Exception | str, model: nn.Module) -> Reason:
-    """Returns why steps stay eager after an error of the capture or of the host's code for static caches."""
+    """Returns why steps are not captured after an error of the capture or of the host's code for static caches."""
     if isinstance(cause, torch.cuda.OutOfMemoryError):
         return Reason("OUT_OF_MEMORY", "out of memory for static buffers")
     is_expected = isinstance(cause, (str, NotRepeatable, Diverged))

@@ -1,6 +1,6 @@
 """Static KV cache: keys and values at fixed addresses, so that a decode step can be captured.
 
-    KVCache ──content──> KVContent ──spec──> StaticKVCache(spec)     the spec is the key of the captured step
+    KVCache ──content──> KVContent ──spec──> StaticKVCache(spec)     the spec is a part of the graph's key
                              │                    ^   │
                              └────────load────────┘   └──content──> KVContent, for a larger cache or one with fewer rows
 
@@ -10,9 +10,9 @@
 On a GPU, `reorder` may write a table of ancestors instead of moving rows: position p of row r is then in row
 `ancestors[r, p]` of the buffer, where the steps' kernel finds it (`Bounds`); `content` and `copy` move rows first.
 
-Writers: a step, with `append`; the loop between two steps, with `reorder`; and `StaticSteps`, which count steps with
-`advance` and fill another cache with `load`. Static caches follow Seamless, "Updating and retrieving KV cache". This
-module knows no host library.
+Writers: a step, with `append`, and states in place; the loop, with `reorder` and `advance`; `CapturedGraph.begin`, with
+`load`; and who takes a run back, with `rewind` or `advance(0)`: `CapturedStep`, and drafts. Static caches follow
+Seamless, "Updating and retrieving KV cache". This module knows no host library.
 
 Tests: tests/optimizer/decoding/test_kv_cache.py, tests/optimizer/decoding/test_graphs.py,
 tests/optimizer/decoding/test_row_states.py
@@ -68,9 +68,10 @@ class KVContent:
     """Keys and values of all layers as views, to be loaded into a static cache.
 
     prompts: the segments of each layer that no step writes. generated: `[rows, kv_heads, length, head_dim]` for each
-    layer that steps write, of equal length; layers that do not grow come last. unmoved: how many of the first generated
-    positions are equal in all rows of an input. states: `[rows, …]`, of layers without keys. dropped: for each layer
-    that steps write, how many positions before its prompt a window has dropped; empty if none.
+    layer that steps write, of equal length; layers that do not grow come last. A prompt that is stored for each row is
+    a part of it. unmoved: how many of the first generated positions are equal in all rows of an input. states: `[rows,
+    …]`, of layers without keys. dropped: for each layer that steps write, how many positions before its prompt a window
+    has dropped; empty if none.
     """
 
     rows: int
@@ -141,11 +142,11 @@ class StaticKVCache:
     prompt_lengths: of each layer, without padding; dropped: see `KVContent`. capacity: the most generated positions of
     a row; generated_length: the present number.
 
-    A step reads three tensors and writes the last; `advance` counts afterwards. write_positions: the indices of the
-    next positions, int64 `[MOST_TOKENS]`; write_position: the first of them, `[1]`. A step of several tokens writes
-    several; those that are not counted are overwritten. first_positions: the first position of each growing layer after
-    its padding; seq_lengths: the number of its positions, with those that were dropped; both int64 `[layers]`. bounds:
-    see `Bounds`, of each growing layer in a step of one token; None on a CPU.
+    A step reads write_positions, first_positions and seq_lengths, and adds to seq_lengths; `advance` counts afterwards.
+    write_positions: the indices of the next positions, int64 `[MOST_TOKENS]`; write_position: the first of them, `[1]`.
+    A step of several tokens writes several; those that are not counted are overwritten. first_positions: the first
+    position of each growing layer after its padding; seq_lengths: the number of its positions, with those that were
+    dropped; both int64 `[layers]`. bounds: see `Bounds`, of each growing layer in a step of one token; None on a CPU.
 
     by_table: whether reorders write a table of ancestors instead of moving rows, if the kernel of the steps reads it.
 
@@ -166,7 +167,7 @@ class StaticKVCache:
         self.prompt_lengths = [0] * len(self.prompts)
         self.dropped: Sequence[int] = [0] * self.growing
         self.capacity = self.buffers[0].shape[3]
-        # What `advance` sets in one launch, and what it is when nothing is generated.
+        # `_counted`: what `advance` sets in one launch. `_at_first`: the same when nothing is generated.
         self._counted = torch.zeros(MOST_TOKENS + self.growing, dtype=torch.int64, device=self.buffers[0].device)
         positions = self._counted.new_zeros(MOST_TOKENS + 2 * self.growing)
         torch.arange(MOST_TOKENS, out=positions[:MOST_TOKENS])

@@ -84,9 +84,9 @@ class DraftedSteps:
     """Gives the logits of each step of a loop, some of them from the forward of an earlier step.
 
     step: the `TransformersDecodeStep`. Drafts call six of its methods: `outputs_of` a draft, inside of `attempt`, and
-    `advance` for each token that the loop takes; `next_logits` of a single step; `has_changed` and `version`. Its mode
-    says how forwards run, and drops positions. checked: the last draft, if its logits are not used up. trial: the draft
-    that is compared with single steps.
+    `advance` for each token that the loop takes; `next_logits` of a single step; `leaves_if_changed` and `version`. Its
+    mode says how forwards run, and drops positions. checked: the last draft, if its logits are not used up. trial: the
+    draft that is compared with single steps.
     """
 
     def __init__(self, step: Any, sources: list[list[int]]) -> None:
@@ -111,7 +111,7 @@ class DraftedSteps:
 
     @property
     def proofs(self) -> dict[Kind, list[Reason]]:
-        """For each kind of forward that was compared: the reasons against drafts, none if it was right."""
+        """For each kind of forward that was compared: the reasons against drafts, an empty list if it was right."""
         facts = self.call.facts_of(self.model, self.step.checks.known_code)
         return facts.proofs if self.remembers else self._own_proofs
 
@@ -143,7 +143,7 @@ class DraftedSteps:
 
     def _is_outdated(self) -> bool:
         """Whether user code has changed the model or, in place, its weights, since the last forward with a draft."""
-        if self.step.has_changed():
+        if self.step.leaves_if_changed():
             self._leave_alone([MODEL_CHANGED])
             return True
         ahead = self.checked or self.trial

@@ -1,11 +1,11 @@
 """`KVLayer`: a layer of a `KVCache` or of a `StaticKVCache` as transformers sees it.
 
 A cache that the library has filled is adopted once, after a prefill with one row per input (adoption.py) or when a step
-is captured, and given back once, when the call of `generate` ends: then its layers are the library's, with the content
-that the library would have stored. Until then each layer is a subclass of the layers that decoding loops and
-models know, `DynamicLayer` or `DynamicSlidingWindowLayer`. It becomes the library's earlier, in place, if code needs
-something that segments or a buffer with spare capacity cannot provide. Caches that cannot be captured and have nothing
-to share are never touched.
+is captured, and given back when its steps become eager again, at the latest when the call of `generate` ends: then its
+layers are the library's, with the content that the library would have stored. Until then each layer is a subclass of
+the layers that decoding loops and models know, `DynamicLayer` or `DynamicSlidingWindowLayer`. It becomes the library's
+earlier, in place, if code needs something that segments or a buffer with spare capacity cannot provide. Caches that
+cannot be captured and have nothing to share are never touched.
 
 Tests: tests/optimizer/transformers/test_returned_cache.py tests/optimizer/transformers/test_static_prefill.py
 """
@@ -156,7 +156,7 @@ class KVHybridLayer(KVLayer, HybridLayer):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
-        if isinstance(self, KVLayer):  # the library's has moved its states
+        if isinstance(self, KVLayer):  # otherwise it is the library's now, which has moved its states
             state_layers.move(self, beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -94,8 +94,8 @@ def content_of(states: Sequence[Tensor]) -> KVContent:
 
 
 def view_of(layer: Any) -> Any:
-    """Returns a layer of the library like this one without keys."""
-    view = object.__new__(LinearAttentionLayer if has_only_states(layer) else type(layer))
+    """Returns a copy of this layer of the library, which has no keys."""
+    view = object.__new__(type(layer))
     vars(view).update(vars(layer))
     return view
 

@@ -107,10 +107,10 @@ def score(outputs: list[str], references: list[str], transcripts: bool = False) 
 
 
 def _tokenizer_of(references: list[str]) -> Any:
-    """Returns ROUGE's tokenizer for any script; None if at least half of the letters of each reference are Latin.
+    """Returns a tokenizer for ROUGE that fits any script; None if at least half of each reference's letters are Latin.
 
-    The package's own, which fits those, drops all characters but a to z and digits. Tokens are runs of letters, marks
-    and digits, and single characters of scripts without spaces.
+    Its tokens are runs of letters, marks and digits, and single characters of scripts without spaces. The package's own
+    tokenizer drops all characters but a to z and digits.
     """
     import regex  # which sacrebleu needs, too
 

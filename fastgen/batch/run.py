@@ -60,9 +60,9 @@ class Progress(Protocol):
 def run(args: BatchConfig, stop: Stop, progress: Progress) -> tuple[int, dict[str, Any]]:
     """Generates for every line of INPUT and writes OUTPUT; everything that does not need the model comes first.
 
-    Returns how many inputs failed, and the scores by name, if there are references. Raises InputError for
-    settings, files or a model that cannot be used, RunError or OSError if the run cannot continue, KeyboardInterrupt if
-    it was stopped.
+    Returns how many inputs failed, and the scores by name, if there are references. Raises InputError for settings,
+    files or a model that cannot be used, RunError or OSError if the run cannot continue, KeyboardInterrupt if it was
+    stopped.
     """
     args = shards.of_launcher(args, os.environ)
     if args.reads_records and not files.is_stream(args.input):

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from fastgen.ops import liger, simd
@@ -41,12 +41,12 @@ _LAYER_ARGUMENTS = (*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 2, ctypes.c_floa
 
 
 def _are_plain(*tensors: Any) -> bool:
-    """Whether these are contiguous tensors on a CPU, of one of `simd.DTYPES`."""
+    """Whether these are contiguous tensors on a CPU, of no other class, and of one of `simd.DTYPES`."""
     dtype = getattr(tensors[0], "dtype", None)
-    return dtype in simd.DTYPES and all(
-        isinstance(tensor, Tensor) and tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous()
-        for tensor in tensors
-    )
+    if dtype not in simd.DTYPES or any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
+        return False
+    is_dense = all(tensor.layout is torch.strided and not tensor.is_nested for tensor in tensors)
+    return is_dense and all(tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous() for tensor in tensors)
 
 
 # RMS norm.

@@ -51,8 +51,8 @@ class Captures:
 
     The path of a step (the loop's cache or a static one, the forward or a replay) determines its last bits. So with
     FASTGEN_REPEATABLE=1 a call takes the path that it would take as the first one, and captures of earlier calls only
-    save it its own. Otherwise it remembers: it uses them at once, captures what many short calls would have used, and
-    trusts what earlier calls have proven.
+    save it making them. Otherwise it remembers: it uses them at once, captures what many short calls would have used,
+    and trusts what earlier calls have proven.
 
     forwards: their number since the prefill or the last compaction. most: the most positions that a row can generate.
     remembers: whether what earlier calls have found out shows in this one.

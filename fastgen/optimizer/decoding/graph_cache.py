@@ -38,7 +38,7 @@ class GraphCache:
     It decides only what memory allows, and drops all if the model has changed. A call that holds `in_use` takes graphs
     out of `entries` and puts them back, so that calls with the same shapes take turns. refused: why no more graphs are
     captured. has_exact_lengths: whether prompts are never padded to a common length: on a CPU in half precision, masked
-    padding could change which of two close logits is larger, and if no mask could hide the padding. steps_without: for
+    padding could change which of two close logits is larger; also if no mask could hide the padding. steps_without: for
     each number of rows, the steps of earlier calls that had too few for a graph. in_training: whether the model is
     trained between calls, which needs the memory. backend: captures kernels on this device.
     """

@@ -217,6 +217,7 @@ class StaticKVCache:
 
     @property
     def can_rewind(self) -> bool:
+        """Whether the states before the present run were saved, or there are none."""
         return len(self._saved) == len(self._stacks)
 
     def rewind(self) -> None:

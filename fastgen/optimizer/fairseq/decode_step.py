@@ -163,9 +163,9 @@ class DecodingState(dict):
 class FairseqDecodeStep(DecodeStep):
     """Runs all models of a generator; the rows of a sentence are adjacent.
 
-    may_capture: only with one model. mask: of the source in captured
-    steps, `[inputs, 1, 1, source_length]`; None if nothing is hidden. After an error of fastgen nothing is rolled back
-    here: fairseq creates new states, and `generate` restores random numbers.
+    may_capture: only with one model. mask: of the source in captured steps, `[inputs, 1, 1, source_length]`; None if
+    nothing is hidden. After an error of fastgen nothing is rolled back here: fairseq creates new states, and `generate`
+    restores random numbers.
     """
 
     host = "fairseq"

@@ -101,7 +101,7 @@ class Candidates:
     """C candidates for the next token of each of B sentences, the best first, and the state to make hypotheses from.
 
     scores, tokens, rows, ended: `[B, C]`; ended: whether a candidate ends its sentence. written, sums: tokens and
-    scores of the rows before the candidates. sentences: those of the call that are in this batch.
+    scores of the rows before the candidates. sentences: the numbers of those in this batch, among all of the call.
     """
 
     step: int
@@ -127,8 +127,8 @@ class Loop:
     an equal number of hypotheses, or because no candidate was left for this slot, `[B, M]`. ids: numbers of the
     sentences in the data set. source_lengths: `[B]`. prefixes: tokens that outputs must begin with, `[B, …]`. prompt:
     the columns of the prefixes whose keys are in the states of `step`, if any. hypotheses, finished: for all sentences
-    of the call. sentences: those in the batch. unfinished: the indices in the batch of those that are not finished; the
-    rest are about to leave it.
+    of the call. sentences: the numbers of those in the batch. unfinished: the indices in the batch of those that are
+    not finished; the rest are about to leave it.
     """
 
     def __init__(self, step: FairseqDecodeStep, ids: Tensor, source_lengths: Tensor, prompt: Prompt | None) -> None:
@@ -265,7 +265,8 @@ class Loop:
                 chosen.append(number * candidates.scores.shape[1] + candidate)
         if not chosen:
             return
-        # fairseq numbers the rows without those of finished sentences; some may have finished since this step.
+        # fairseq maps rows to sentences by the list of finished ones. It gets the sentences that are not in this batch
+        # instead, because some of it may have finished since this step.
         outside = [True] * len(self.finished)
         for sentence in candidates.sentences:
             outside[sentence] = False

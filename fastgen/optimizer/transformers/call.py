@@ -146,8 +146,10 @@ def _tiny_reasons(
     size = size_of(model, checks.KNOWN)
     costs = call.costs
     is_short = steps <= MOST_STEPS_OF_TINY_CALL
-    copies = (rows - 1) * prompt.numel() or prompt[1:].numel()
-    is_tiny = is_short and not costs.pays(size.tokens(copies), costs.overhead_of_prefill_once(size))
+    tokens = prompt.numel()
+    if prompt.dim() and rows * len(prompt) > 1:  # the first row of an input, or of equal rows, is computed anyway
+        tokens = (rows - 1) * tokens or tokens - prompt.shape[-1]
+    is_tiny = is_short and not costs.pays(size.tokens(tokens), costs.overhead_of_prefill_once(size))
     return [TOO_SMALL] if is_tiny and not should_swap(costs, size, steps) else []
 
 

@@ -92,7 +92,7 @@ class DraftedSteps:
     def __init__(self, step: Any, sources: list[list[int]]) -> None:
         self.step, self.sources = step, sources
         self.call, self.model = step.call, step.model
-        self.remembers = not CONFIG.repeatable  # what earlier calls have proven and measured
+        self.remembers = not CONFIG.repeatable  # whether it uses what earlier calls have proven and measured
         self.drafts = Drafts([], self._cost, _padding_of(step))
         self.checked: Checked | None = None
         self.trial: Checked | None = None

@@ -245,7 +245,7 @@ def is_plain(layer: Any, adopted: dict[Any, type[KVLayer]] = ADOPTED) -> bool:
 def give_back(cache_ref: ref[Cache], from_static: bool = False) -> None:
     """Makes the layers of a cache the library's again, if the caller or user code still holds it.
 
-    from_static: whether they are a `StaticKVCache`'s, so that layers without keys get copies of their states.
+    from_static: whether they may be a `StaticKVCache`'s: then layers without keys get copies of their states.
     """
     cache = cache_ref()
     for layer in () if cache is None else layers_of(cache):

@@ -2,7 +2,7 @@
 
 `Outputs` collects it in fastgen's loops, for all calls but those that return attentions or hidden states of each step.
 fastgen's command and the patches of Seamless M4T declare with `only_outputs` what they read: such a call runs as one
-that returns sequences alone. Both loops begin in `replaced_loop`, which drops the rest.
+that returns sequences alone. Both loops begin in `replaced_loop`, which drops the outputs that nobody reads.
 
 Tests: tests/optimizer/transformers/test_loop_outputs.py, tests/optimizer/transformers/test_beam_scores.py
 """

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -119,7 +120,7 @@ def _drawn_beams(
     return accumulated_log_probs.gather(1, indices), sequences, beam_indices
 
 
-# By whether the loop is of beams: its name, and the method that it calls and its replacement.
+# By whether the loop is of beams: the loop's name, a method that it calls, and what replaces it.
 _LOOPS: dict[bool, tuple[str, str, Callable[..., Any]]] = {
     False: ("_sample", "_get_logits_processor", _with_draws),
     True: ("_beam_search", "_get_top_k_continuations", _drawn_beams),
@@ -139,7 +140,7 @@ def can_draw_by_row(model: Any, beams: bool = False) -> bool:
 def drawing_by_row(model: Any, draws: RowDraws, beams: bool = False) -> Iterator[None]:
     """Makes this model's `generate` use these draws inside the context; beams: for the inputs of sampled beams."""
     _, method, replacement = _LOOPS[beams]
-    setattr(model, method, OfCall(replacement, getattr(model, method), draws))
+    setattr(model, method, OfCall(replacement, partial(getattr(type(model), method), model), draws))
     try:
         yield
     finally:

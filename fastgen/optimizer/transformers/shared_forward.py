@@ -203,7 +203,8 @@ class SharedForward:
 
 
 # Gradient checkpointing. The library drops the cache of a layer that it checkpoints, because the layer would write into
-# it a second time when the backward computes it again. Caches of nodes are not written into.
+# it a second time when the backward computes it again. Caches of nodes are not written into, so their layers checkpoint
+# with them.
 
 
 def _checkpointing_modules(model: nn.Module) -> list[nn.Module]:

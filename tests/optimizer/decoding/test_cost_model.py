@@ -5,7 +5,7 @@ from math import ceil
 
 import pytest
 import torch
-from hooks import watched
+from hooks import costs, watched
 from parity import assert_same
 from reports import PREFILL, PROMPT, is_shared, left_alone_because
 from tiny_models import BEAMS, SAMPLES, padded, tiny, token_ids
@@ -100,6 +100,13 @@ def test_few_steps_are_left_alone_if_the_prefill_saves_little(rows, arguments):
         prompt = {"input_ids": token_ids(1, length + added).expand(rows, -1).contiguous()}
         report = assert_same(model, prompt, max_new_tokens=1, **arguments)
         assert is_left == left_alone_because(report, "TOO_SMALL", "the call") and is_left != (PREFILL in report.shared)
+
+
+def test_a_single_row_of_few_steps_may_gain_otherwise():
+    """Nothing of its prefill is shared, but its forwards may be faster."""
+    with costs(prefill_overhead=1e-9):
+        report = assert_same(tiny("gpt2"), {"input_ids": token_ids(1, 9)}, max_new_tokens=1)
+    assert not left_alone_because(report, "TOO_SMALL", "the call")
 
 
 def test_the_same_model_shares_longer_prompts_of_more_rows():

@@ -28,7 +28,8 @@ CODES: dict[str, dict[str, str]] = {
         ),
         "FEW_STEPS": "the call has fewer than 24 decode steps, on a GPU fewer than 4; for drafts fewer than 8",
         "MANY_ROWS": (
-            "the call has more than eight rows: the first row whose draft fails would end the draft of all rows"
+            "the call has more than eight rows, under `FASTGEN_REPEATABLE=1` more than one: the first row whose draft "
+            "fails would end the draft of all rows"
         ),
         "NOT_WORTH_CAPTURING": "replays would save less than the capture costs, or too few steps are left",
         "NOTHING_REPEATED": (

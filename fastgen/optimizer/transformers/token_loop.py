@@ -37,9 +37,11 @@ MIN_ELEMENTS_TO_DRAW = 1 << 17
 
 MANTISSA = (1 << 53) - 1  # the bits of a uniform double
 
-# Calls with fewer steps, or with more rows, get no drafts: the first row whose draft fails ends the draft of all.
+# Calls with fewer steps, or with more rows, get no drafts: the first row whose draft fails ends the draft of all. With
+# FASTGEN_REPEATABLE=1 each call compares its first drafts anew, which costs more than drafts of several rows save.
 MIN_DRAFT_STEPS = 8
 MOST_DRAFT_ROWS = 8
+MOST_DRAFT_ROWS_REPEATABLE = 1
 
 
 def _sample(checks: CallChecks, processors: Any) -> Any:
@@ -114,10 +116,11 @@ def _may_draft(checks: CallChecks, steps: int) -> bool:
 def unwanted_drafts(costs: CostModel, size: ModelSize, rows: int, steps: int) -> list[Reason]:
     """Returns why it is not worthwhile to look for drafts in a call of `steps` steps."""
     step = size.step(rows)
+    most = MOST_DRAFT_ROWS_REPEATABLE if CONFIG.repeatable else MOST_DRAFT_ROWS
     least = costs.min_computed * costs.seconds(Work(step.modules))
     return that_hold(
         ("FEW_STEPS", f"the call has fewer than {MIN_DRAFT_STEPS} steps", steps < MIN_DRAFT_STEPS),
-        ("MANY_ROWS", f"{rows} rows (at most {MOST_DRAFT_ROWS})", rows > MOST_DRAFT_ROWS),
+        ("MANY_ROWS", f"{rows} rows (at most {most})", rows > most),
         ("TOO_SMALL", "a step takes longer in Python than in kernels", costs.seconds(step.without_modules) < least),
     )
 

@@ -48,6 +48,9 @@ def test_tiny_models_and_short_calls_look_for_no_drafts():
     cases = ((GPT2_SMALL, 1, 8, []), (GPT2_SMALL, 8, 256, []), (GPT2_SMALL, 1, 7, ["FEW_STEPS"]))
     for size, rows, steps, codes in (*cases, (GPT2_SMALL, 9, 256, ["MANY_ROWS"]), (demo, 1, 256, ["TOO_SMALL"])):
         assert [reason.code for reason in unwanted_drafts(COSTS, size, rows, steps)] == codes
+    with configured(repeatable=True):
+        assert not unwanted_drafts(COSTS, GPT2_SMALL, 1, 8)
+        assert [reason.code for reason in unwanted_drafts(COSTS, GPT2_SMALL, 2, 256)] == ["MANY_ROWS"]
 
 
 def test_rows_leave_captured_steps_if_their_keys_take_long():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models.mqa.test_models import tiny_model
-from python_process import run_python
+from python_process import run_programs
 from tiny_models import padded, tiny, token_ids
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5PreTrainedModel
@@ -76,19 +76,12 @@ def test_pooled_heads_are_means(name):
         assert 2 * pooled[key].numel() == weight.numel()
 
 
-# Runs the command for each folder in a fork, so that the libraries are imported once.
 POOL = """
-import os, runpy, sys
-from transformers import AutoConfig, PreTrainedModel
+import runpy, sys
 
 assert "torch" in sys.modules and "fastgen" not in sys.modules
-for folder in sys.argv[1:]:
-    if child := os.fork():
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        assert status == 0, (folder, status)
-    else:
-        sys.argv[1:] = ["pool", folder + "/2", folder + "/1", "--num_key_value_heads", "1"]
-        runpy.run_module("fastgen.models.mqa", run_name="__main__", alter_sys=True)
+sys.argv[1:] = ["pool", "{folder}/2", "{folder}/1", "--num_key_value_heads", "1"]
+runpy.run_module("fastgen.models.mqa", run_name="__main__", alter_sys=True)
 """
 
 
@@ -101,8 +94,7 @@ def test_a_folder_is_pooled_by_a_command(tmp_path):
         (tmp_path / name / "4" / "vocabulary.txt").write_text("a\n")
         folders = [str(tmp_path / name / heads) for heads in "42"]
         assert main(["pool", *folders, "--num_key_value_heads", "2"]) == 0
-    done = run_python("-c", POOL, *(str(tmp_path / name) for name in models))
-    assert done.returncode == 0, done.stderr
+    run_programs([POOL.format(folder=tmp_path / name) for name in models], tmp_path)
     for name, model in models.items():
         loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name / "1")
         assert type(loaded) is FOLDERS[name]

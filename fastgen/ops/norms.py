@@ -49,6 +49,13 @@ def _are_plain(*tensors: Any) -> bool:
     return is_dense and all(tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous() for tensor in tensors)
 
 
+def _sizes_of(rows: Tensor, elements_of_thread: int) -> tuple[int, int, int]:
+    """Returns the number of rows, their width, and how many threads compute them."""
+    width = rows.shape[-1]
+    count = rows.numel() // width
+    return count, width, min(count, simd.threads_for(rows.numel(), elements_of_thread))
+
+
 # RMS norm.
 
 
@@ -59,9 +66,7 @@ def rms_norm_into(output: Tensor, rows: Tensor, weight: Tensor, epsilon: float) 
     move between two replays, but not change.
     """
     function = simd.function("rms_norm", rows.dtype, _RMS_ARGUMENTS)
-    count = rows.numel() // rows.shape[-1]
-    width = rows.shape[-1]
-    threads = min(count, simd.threads_for(rows.numel(), RMS_ELEMENTS_OF_THREAD))
+    count, width, threads = _sizes_of(rows, RMS_ELEMENTS_OF_THREAD)
     addresses = rows.data_ptr(), simd.Address(weight), output.data_ptr()
     return partial(function, *addresses, count, width, epsilon, threads)
 
@@ -133,9 +138,7 @@ def layer_norm_into(
     CPU; weight and bias may move between two replays, but not change.
     """
     function = simd.function("layer_norm", rows.dtype, _LAYER_ARGUMENTS)
-    width = rows.shape[-1]
-    count = rows.numel() // width
-    threads = min(count, simd.threads_for(rows.numel(), LAYER_ELEMENTS_OF_THREAD))
+    count, width, threads = _sizes_of(rows, LAYER_ELEMENTS_OF_THREAD)
     added_address = None if added is None else added.data_ptr()
     addresses = rows.data_ptr(), added_address, simd.Address(weight), simd.Address(bias), output.data_ptr()
     return partial(function, *addresses, count, width, epsilon, threads)

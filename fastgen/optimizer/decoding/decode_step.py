@@ -100,7 +100,7 @@ class StaticSteps:
 
     def outputs_of(self, loop: DecodeStep, tokens: Tensor, size: int, is_trial: bool) -> Any:
         # Drafts have checked this before a forward of several tokens.
-        if size == 1 and loop.runs_user_code and loop.leaves_if_changed():  # the loop's mode is eager now
+        if size == 1 and loop.leaves_if_changed():  # the loop's mode is eager now
             return loop.mode.outputs_of(loop, tokens, size, is_trial)
         try:
             is_full = self.cache.generated_length == self.cache.capacity

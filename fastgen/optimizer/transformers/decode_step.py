@@ -119,9 +119,13 @@ class TransformersDecodeStep(DecodeStep):
     def next_logits(self, input_ids: Tensor) -> Tensor:
         """Returns the same from a forward of one token."""
         outputs = self.run(input_ids)
+        self._extend_arguments(outputs)
+        return outputs.logits[:, -1].to(dtype=torch.float32, device=input_ids.device)
+
+    def _extend_arguments(self, outputs: Any) -> None:
+        """Adds the column of the next token to the arguments."""
         update = self.model._update_model_kwargs_for_generation
         self.arguments = update(outputs, self.arguments, is_encoder_decoder=self.model.config.is_encoder_decoder)
-        return outputs.logits[:, -1].to(dtype=torch.float32, device=input_ids.device)
 
     # What drafts ask, in addition to `outputs_of`.
 
@@ -129,8 +133,7 @@ class TransformersDecodeStep(DecodeStep):
         """Counts a step whose logits were in the outputs of an earlier one."""
         self.steps += 1
         self.mode.advance()
-        update = self.model._update_model_kwargs_for_generation
-        self.arguments = update(outputs, self.arguments, is_encoder_decoder=self.model.config.is_encoder_decoder)
+        self._extend_arguments(outputs)
 
     def attempt(self, is_trial: bool) -> Rollback:
         """Returns a context that drops the positions of a forward, even of one that failed in some layer.
